@@ -152,9 +152,9 @@ def offsets(expert_cumsum: Tensor, rows: int) -> list[int]:
     form = f"expert_cumsum must hold E+1 = {len(c)} offsets 0 = c[0] <= c[1] <= ... <= c[E] <= N = {rows}"
     hint = "counts become offsets by F.pad(counts.cumsum(0), (1, 0)); end offsets need a 0 in front"
     _want(c[0] == 0, lambda: f"{op}: {form}, got c[0] = {c[0]}; {hint}")
-    for e, (start, end) in enumerate(pairwise(c)):
-        if end < start:
-            raise ValueError(f"{op}: {form}, got c[{e}] = {start} > c[{e + 1}] = {end}; {hint}")
+    if c != sorted(c):
+        e, (start, end) = next((e, pair) for e, pair in enumerate(pairwise(c)) if pair[0] > pair[1])
+        raise ValueError(f"{op}: {form}, got c[{e}] = {start} > c[{e + 1}] = {end}; {hint}")
     _want(c[-1] <= rows, lambda: f"{op}: {form}, got c[E] = {c[-1]}")
     return c
 
