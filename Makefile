@@ -26,7 +26,7 @@ package: $(READY)  ## build wheel and sdist, try the wheel in an empty environme
 	PYTHON=$(PYTHON) sh .ci/try-wheel dist/*.whl
 
 docs: $(READY)  ## the site, into .site/
-	$(BIN)/mkdocs build --strict --quiet --config-file .mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file .mkdocs.yml
 
 clean:
 	rm -rf .venv .site dist

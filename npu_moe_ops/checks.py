@@ -42,13 +42,16 @@ def grouped_swiglu_ffn(
     _want(hidden >= 1, lambda: f"{op}: sorted_tokens must be [N, H] with H >= 1, got {_form(sorted_tokens)}")
     _want(
         w13.shape[-1] >= 2 and w13.shape[-1] % 2 == 0,
-        lambda: f"{op}: w13 must have 2*I columns (gate, then up), an even number, got {_form(w13)}",
+        lambda: (
+            f"{op}: w13 must have 2*I columns (gate, then up), an even number, got {_form(w13)}"
+            + _transposed_hint("w13", w13, "2*I", "H", hidden)
+        ),
     )
     intermediate = w13.shape[-1] // 2
     _number_of_offsets(op, expert_cumsum, w13, hidden)
     experts = expert_cumsum.shape[0] - 1
-    _weight(op, "w13", w13, "H", "2*I", experts, hidden, 2 * intermediate)
-    _weight(op, "w2", w2, "I", "H", experts, intermediate, hidden)
+    _weight(op, "w13", w13, "H", "2*I", experts, hidden, 2 * intermediate, hidden)
+    _weight(op, "w2", w2, "I", "H", experts, intermediate, hidden, intermediate)
 
     _want(
         swiglu_limit is None or swiglu_limit >= 0,  # NaN fails too
@@ -191,22 +194,31 @@ def _number_of_offsets(op: str, expert_cumsum: Tensor, w13: Tensor, hidden: int)
     )
 
 
-def _weight(op: str, name: str, weight: Tensor, rows: str, cols: str, experts: int, n_rows: int, n_cols: int) -> None:
+def _weight(
+    op: str, name: str, weight: Tensor, rows: str, cols: str, experts: int, n_rows: int, n_cols: int, known: int
+) -> None:
+    """known: the size that does not come from this weight itself; it is the rows in the right layout."""
     if weight.dim() == 2:
         fits = weight.shape[0] == experts * n_rows and weight.shape[1] == n_cols
     else:
         fits = weight.shape[0] == experts and weight.shape[1] == n_rows and weight.shape[2] == n_cols
 
-    def message() -> str:
-        swapped = weight.shape[-2:] == (n_cols, n_rows) and weight.dim() == 3
-        hint = f"; it looks like [E, {cols}, {rows}]: pass {name}.transpose(1, 2)" if swapped else ""
-        return (
+    _want(
+        fits,
+        lambda: (
             f"{op}: {name} must be [E*{rows}, {cols}] = [{experts * n_rows}, {n_cols}] or "
             f"[E, {rows}, {cols}] = [{experts}, {n_rows}, {n_cols}], got {_form(weight)} "
-            f"(E from expert_cumsum, H from sorted_tokens, I from w13){hint}"
-        )
+            "(E from expert_cumsum, H from sorted_tokens, I from w13)"
+            + _transposed_hint(name, weight, cols, rows, known)
+        ),
+    )
 
-    _want(fits, message)
+
+def _transposed_hint(name: str, weight: Tensor, cols: str, rows: str, known: int) -> str:
+    """Hugging Face keeps [E, 2*I, H] and [E, H, I]: the likely mistake with a 3-D weight."""
+    if weight.dim() == 3 and weight.shape[2] == known and weight.shape[1] != known:
+        return f"; it looks like [E, {cols}, {rows}]: pass {name}.transpose(1, 2)"
+    return ""
 
 
 def _groups(op: str, experts: int, top_k: int, n_group: int | None, topk_group: int | None) -> None:

@@ -35,7 +35,7 @@ def moe(
         top_k: experts a token. Other options: see topk_router and grouped_swiglu_ffn.
 
     Returns:
-        [..., H], shape and dtype of hidden_states.
+        [..., H], shape and dtype of hidden_states (under autocast its dtype, as a matmul's).
 
     Raises:
         ValueError, TypeError: as the four ops do.

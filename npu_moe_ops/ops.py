@@ -92,7 +92,8 @@ torch.library.register_fake("npu_moe::grouped_swiglu_ffn.out", _ffn_out_kernel(N
 for _key, _table in IMPLEMENTATIONS.items():
     for _name, _compute in _table.items():
         library.impl(_name, _kernel(_name, _compute), _key)
-    library.impl("grouped_swiglu_ffn.out", _ffn_out_kernel(_table["grouped_swiglu_ffn"]), _key)
+    if "grouped_swiglu_ffn" in _table:
+        library.impl("grouped_swiglu_ffn.out", _ffn_out_kernel(_table["grouped_swiglu_ffn"]), _key)
 
 
 # Gradients. The FFN's is an op of its own, so that a compiled backward has one node for it too; the

@@ -92,7 +92,8 @@ def unpermute(out: Tensor, expert_out: Tensor, row_of: Tensor, topk_weights: Ten
         checks.row_indices(row_of, len(expert_out))
     acc = accumulate_dtype(out.dtype)
     total = torch.zeros_like(out, dtype=acc)
-    weights, no_expert = topk_weights.to(acc), row_of < 0
+    no_expert = row_of < 0
+    weights = topk_weights.to(acc).masked_fill(no_expert, 0)
     rows = front_rows(row_of, len(expert_out))
     for k in range(row_of.shape[1]):  # in this order on every device and call: the same bits
         row = expert_out.index_select(0, rows[:, k]).masked_fill_(no_expert[:, k : k + 1], 0)

@@ -104,7 +104,12 @@ METADATA = {
     "w13_not_transposed": (
         ffn(w13=torch.randn(E, 2 * I, H)),
         ValueError,
-        "w13 must be",
+        "it looks like [E, 2*I, H]: pass w13.transpose(1, 2)",
+    ),
+    "w13_not_transposed_odd": (
+        ffn(sorted_tokens=torch.randn(N, 7), w13=torch.randn(E, 2 * I, 7)),
+        ValueError,
+        "an even number, got [3, 10, 7]; it looks like [E, 2*I, H]: pass w13.transpose(1, 2)",
     ),
     "w2_not_transposed": (
         ffn(w2=torch.randn(E, H, I)),
