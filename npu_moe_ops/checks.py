@@ -72,6 +72,7 @@ def grouped_swiglu_ffn_backward(
 ) -> None:
     """The inputs as in forward, and a gradient of the output's shape."""
     op = "grouped_swiglu_ffn_backward"
+    _want(len(output_mask) == 3, lambda: f"{op}: output_mask must hold 3 bools, got {len(output_mask)}")
     grouped_swiglu_ffn(sorted_tokens, w13, w2, expert_cumsum, **swiglu)
     _tensor(op, "grad_out", grad_out, (sorted_tokens.dtype,), "[N, H]", like="sorted_tokens")
     _same_device(op, sorted_tokens=sorted_tokens, grad_out=grad_out)
@@ -84,10 +85,12 @@ def ffn_out(out: Tensor, sorted_tokens: Tensor, w13: Tensor, w2: Tensor, expert_
     _tensor(op, "out", out, (sorted_tokens.dtype,), "[N, H]", like="sorted_tokens")
     _same_device(op, sorted_tokens=sorted_tokens, out=out)
     _same_shape(op, "out", out, sorted_tokens)
+    if _overlaps_itself(out):
+        raise ValueError(f"{op}: out must have one place in memory an element, got strides {list(out.stride())}")
     inputs = {"sorted_tokens": sorted_tokens, "w13": w13, "w2": w2, "expert_cumsum": expert_cumsum}
     for name, tensor in inputs.items():
-        if torch._C._overlaps(out, tensor):
-            raise ValueError(f"{op}: out must not share memory with {name}, but it does")
+        if _spans_overlap(out, tensor):
+            raise ValueError(f"{op}: out must not overlap the memory that {name} spans, but it does")
 
 
 def topk_router(
@@ -133,7 +136,7 @@ def permute(hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:
         topk_ids.shape[0] == tokens,
         lambda: f"{op}: topk_ids must be [T={tokens}, K], one row a token, got {_form(topk_ids)}",
     )
-    _want(num_experts >= 1, lambda: f"{op}: num_experts must be >= 1, got {num_experts}")
+    _want(1 <= num_experts < 2**31, lambda: f"{op}: num_experts must be in 1..2**31-1, got {num_experts}")
 
 
 def unpermute(expert_out: Tensor, row_of: Tensor, topk_weights: Tensor) -> None:
@@ -146,6 +149,21 @@ def unpermute(expert_out: Tensor, row_of: Tensor, topk_weights: Tensor) -> None:
     _want(
         topk_weights.shape[0] == tokens and topk_weights.shape[1] == top_k,
         lambda: f"{op}: topk_weights must be [T, K] = [{tokens}, {top_k}] like row_of, got {_form(topk_weights)}",
+    )
+
+
+def moe(hidden_states: Tensor, router_weight: Tensor, w13: Tensor) -> None:
+    """What the layer needs beyond its ops: tokens with any leading dims, and one number of experts."""
+    _tensor("moe", "router_weight", router_weight, FLOATS, "[E, H]")
+    if hidden_states.dim() < 1 or hidden_states.shape[-1] < 1:
+        raise ValueError(f"moe: hidden_states must be [..., H] with H >= 1, got {_form(hidden_states)}")
+    experts, hidden = router_weight.shape[0], hidden_states.shape[-1]
+    _want(
+        w13.shape[0] == (experts * hidden if w13.dim() == 2 else experts),
+        lambda: (
+            f"moe: w13 must be [E*H, 2*I] or [E, H, 2*I] with E = {experts} from router_weight and "
+            f"H = {hidden} from hidden_states, got {_form(w13)}"
+        ),
     )
 
 
@@ -183,9 +201,13 @@ def row_indices(row_of: Tensor, rows: int) -> None:
 def _number_of_offsets(op: str, expert_cumsum: Tensor, w13: Tensor, hidden: int) -> None:
     """Refuse counts and end offsets (E values) by the name that the user has for them."""
     length = expert_cumsum.shape[0]
+    _want(
+        length >= 2,
+        lambda: f"{op}: expert_cumsum must be [E+1] offsets with E >= 1, got {_form(expert_cumsum)}",
+    )
     experts = w13.shape[0] if w13.dim() == 3 else w13.shape[0] // hidden
     _want(
-        length >= 2 and not (length == experts and (w13.dim() == 3 or w13.shape[0] % hidden == 0)),
+        not (length == experts and (w13.dim() == 3 or w13.shape[0] % hidden == 0)),
         lambda: (
             f"{op}: expert_cumsum must be [E+1] = [{experts + 1}] offsets with a leading 0 (expert e owns rows "
             f"c[e] to c[e+1]), got {_form(expert_cumsum)}. Per-expert counts: pass F.pad(counts.cumsum(0), (1, 0)); "
@@ -251,6 +273,8 @@ def _tensor(
     like: str = "",
 ) -> None:
     ranks = ranks or (form.count(",") + 1,)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {form}, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         wanted = " or ".join(_name(d) for d in dtypes) + (f" as {like}" if like else "")
         raise TypeError(f"{op}: {name} must have dtype {wanted}, got {_name(tensor.dtype)}")
@@ -273,6 +297,25 @@ def _same_shape(op: str, name: str, tensor: Tensor, sorted_tokens: Tensor) -> No
         tensor.shape[0] == n and tensor.shape[1] == hidden,
         lambda: f"{op}: {name} must be [N, H] = [{n}, {hidden}] like sorted_tokens, got {_form(tensor)}",
     )
+
+
+def _overlaps_itself(matrix: Tensor) -> bool:
+    (inner, step), (outer, stride) = sorted(zip(matrix.shape, matrix.stride(), strict=True), key=lambda dim: dim[1])
+    return (outer > 1 and stride <= (inner - 1) * step) or (inner > 1 and step == 0)
+
+
+def _spans_overlap(a: Tensor, b: Tensor) -> bool:
+    """From storages and offsets, which fakes have as well."""
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() or not b.numel():
+        return False
+    (a_start, a_end), (b_start, b_end) = _span(a), _span(b)
+    return a_start < b_end and b_start < a_end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    start = int(tensor.storage_offset())
+    end = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.element_size(), end * tensor.element_size()
 
 
 def _finite(op: str, name: str, value: float) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .functional import grouped_swiglu_ffn, permute, topk_router, unpermute
 
 
@@ -40,8 +41,6 @@ def moe(
     Raises:
         ValueError, TypeError: as the four ops do.
     """
-    if hidden_states.dim() < 1:
-        raise ValueError(f"moe: hidden_states must be [..., H], got {list(hidden_states.shape)}")
     out, _, _ = _route_and_run(
         hidden_states,
         router_weight,
@@ -72,6 +71,7 @@ def _route_and_run(
     swiglu_options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out [..., H], router_logits [T, E], topk_ids [T, K])"""
+    checks.moe(hidden_states, router_weight, w13)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     topk_weights, topk_ids, router_logits = topk_router(x, router_weight, correction_bias, top_k, **router_options)
     sorted_tokens, expert_cumsum, row_of = permute(x, topk_ids, router_weight.shape[0])
@@ -120,15 +120,28 @@ class SparseMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+            ("num_experts", num_experts),
+            ("shared_intermediate_size", shared_intermediate_size),
+        ):
+            least = 0 if name == "shared_intermediate_size" else 1
+            if size < least:
+                raise ValueError(f"SparseMoE: {name} must be >= {least}, got {size}")
         self.num_experts, self.top_k = num_experts, top_k
-        self.router_options = {
+        self.router_options: dict[str, Any] = {
             "scoring": scoring,
             "n_group": n_group,
             "topk_group": topk_group,
             "renormalize": renormalize,
             "routed_scaling_factor": routed_scaling_factor,
         }
-        self.swiglu_options = {"swiglu_limit": swiglu_limit, "swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta}
+        self.swiglu_options: dict[str, Any] = {
+            "swiglu_limit": swiglu_limit,
+            "swiglu_alpha": swiglu_alpha,
+            "swiglu_beta": swiglu_beta,
+        }
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -138,12 +151,20 @@ class SparseMoE(nn.Module):
         self.w13, self.w2 = weight(num_experts, h, 2 * i), weight(num_experts, i, h)
         self.shared_w13 = weight(1, h, 2 * s) if s else None
         self.shared_w2 = weight(1, s, h) if s else None
-        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if correction_bias else None
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if correction_bias else None
         self.register_buffer("correction_bias", bias)
+        with torch.device("meta"):  # the ops' own checks of the options, before a first token
+            x = torch.empty(0, hidden_size)
+            checks.topk_router(x, torch.empty(num_experts, h), None, top_k, **self.router_options)
+            offsets = torch.empty(num_experts + 1, dtype=torch.int32)
+            w13, w2 = torch.empty(self.w13.shape), torch.empty(self.w2.shape)
+            checks.grouped_swiglu_ffn(x, w13, w2, offsets, **self.swiglu_options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each weight uniform in +-1/sqrt(fan_in), as nn.Linear starts."""
+        """Each weight uniform in +-1/sqrt(fan_in), as nn.Linear starts; the correction bias 0."""
+        if self.correction_bias is not None:
+            nn.init.zeros_(self.correction_bias)
         fan_in_last, fan_in_first = (self.router_weight,), (self.w13, self.w2, self.shared_w13, self.shared_w2)
         for weights, dim in ((fan_in_last, -1), (fan_in_first, -2)):
             for weight in weights:

@@ -29,14 +29,15 @@ def load_balancing_loss(
     """
     _check(router_logits, topk_ids, num_experts, mask)
     dtype = torch.float64 if router_logits.dtype == torch.float64 else torch.float32
-    probabilities = router_logits.to(dtype).softmax(dim=-1).flatten(0, -2)
-    chosen = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, num_experts).flatten(0, -2).long()
-    keep = probabilities.new_ones(chosen.shape[0]) if mask is None else (mask.flatten() != 0).to(dtype)
+    logits, ids = router_logits.to(dtype).flatten(0, -2), topk_ids.flatten(0, -2).long()
+    keep = (torch.ones_like(ids[:, 0]) if mask is None else mask.flatten()) != 0
+    mine = (ids >= 0) & (ids < num_experts) & keep.unsqueeze(1)
 
-    slots = keep.unsqueeze(1).expand(chosen.shape)
-    counts = probabilities.new_zeros(num_experts + 1).index_add(0, chosen.flatten(), slots.flatten())[:-1]
-    f = counts / counts.sum().clamp(min=1)
-    p = torch.where(keep.unsqueeze(1) != 0, probabilities, 0).sum(dim=0) / keep.sum().clamp(min=1)
+    counts = ids.new_zeros(num_experts + 1)
+    counts = counts.index_add(0, torch.where(mine, ids, num_experts).flatten(), torch.ones_like(ids).flatten())[:-1]
+    f = counts.to(dtype) / counts.sum().clamp(min=1)
+    probabilities = logits.masked_fill(~keep.unsqueeze(1), 0).softmax(dim=-1)  # before: padding may hold NaN
+    p = probabilities.masked_fill(~keep.unsqueeze(1), 0).sum(dim=0) / keep.sum().clamp(min=1)
     return num_experts * (f * p).sum()
 
 
@@ -50,6 +51,15 @@ def _check(router_logits: Tensor, topk_ids: Tensor, num_experts: int, mask: Tens
     if len(shape) < 2 or shape[-1] != num_experts:
         raise ValueError(f"{op}: router_logits must be [..., E={num_experts}], got {list(shape)}")
     if topk_ids.dim() != len(shape) or tuple(topk_ids.shape[:-1]) != shape[:-1]:
-        raise ValueError(f"{op}: topk_ids must be {[*shape[:-1], 'K']}, got {list(topk_ids.shape)}")
+        raise ValueError(
+            f"{op}: topk_ids must be [{', '.join([*map(str, shape[:-1]), 'K'])}], got {list(topk_ids.shape)}"
+        )
+    for name, tensor in (("topk_ids", topk_ids), ("mask", mask)):
+        if tensor is not None and tensor.device != router_logits.device:
+            raise ValueError(
+                f"{op}: {name} must be on the device of router_logits, {router_logits.device}, got {tensor.device}"
+            )
+    if mask is not None and mask.is_complex():
+        raise TypeError(f"{op}: mask must be bool, integer or floating point, got {mask.dtype}")
     if mask is not None and tuple(mask.shape) != shape[:-1]:
         raise ValueError(f"{op}: mask must be {list(shape[:-1])}, one value a token, got {list(mask.shape)}")

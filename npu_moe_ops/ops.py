@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from . import checks, cpu, npu, outputs, reference, routing, vmap
 
@@ -129,10 +131,11 @@ def _router_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict
 
 def _router_gradient(ctx: Any, grad_weights: Tensor, _: None, grad_logits: Tensor) -> tuple[Tensor | None, ...]:
     hidden_states, router_weight, topk_ids, router_logits = ctx.saved_tensors
-    grad = routing.logits_gradient(grad_weights, topk_ids, router_logits, ctx.options) + grad_logits
-    acc, asked = grad.dtype, ctx.needs_input_grad
-    grad_hidden = (grad @ router_weight.to(acc)).to(hidden_states.dtype) if asked[0] else None
-    grad_router = (grad.t() @ hidden_states.to(acc)).to(router_weight.dtype) if asked[1] else None
+    asked = ctx.needs_input_grad
+    with torch._C._DisableAutocast():
+        grad = routing.logits_gradient(grad_weights, topk_ids, router_logits, ctx.options) + grad_logits
+        grad_hidden = (grad @ router_weight.to(grad.dtype)).to(hidden_states.dtype) if asked[0] else None
+        grad_router = (grad.t() @ hidden_states.to(grad.dtype)).to(router_weight.dtype) if asked[1] else None
     return grad_hidden, grad_router, None, None  # the bias chooses, it does not weigh
 
 
@@ -154,9 +157,24 @@ def _unpermute_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 
 def _unpermute_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     asked_rows, _, asked_weights = ctx.needs_input_grad
-    grad_rows = routing.rows_gradient(grad, *ctx.saved_tensors) if asked_rows else None
-    grad_weights = routing.weights_gradient(grad, *ctx.saved_tensors) if asked_weights else None
+    saved = ctx.saved_tensors  # once: checkpointing recomputes or refuses at a second look
+    grad_rows = routing.rows_gradient(grad, *saved) if asked_rows else None
+    grad_weights = routing.weights_gradient(grad, *saved) if asked_weights else None
     return grad_rows, None, grad_weights
+
+
+def _autograd(overload: Any, gradient: Callable[..., Any], context: Callable[..., None]) -> Callable[..., Any]:
+    """What torch.library.register_autograd registers, but it says so where a tangent would get lost."""
+    implementation = make_autograd_impl(overload, Info(gradient, context))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            for arg in args:
+                if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+                    raise NotImplementedError(f"{overload._opname}: forward-mode AD (jvp) is not supported")
+        return implementation(keyset, *args, **options)
+
+    return kernel
 
 
 for _name, _gradient, _context in (
@@ -166,7 +184,7 @@ for _name, _gradient, _context in (
     ("permute", _permute_gradient, _permute_context),
     ("unpermute", _unpermute_gradient, _unpermute_context),
 ):
-    torch.library.register_autograd(f"npu_moe::{_name}", _gradient, setup_context=_context, lib=library)
+    library.impl(_name, _autograd(getattr(op, _name).default, _gradient, _context), "Autograd", with_keyset=True)
 
 
 def _ffn_out_autograd(keyset: torch._C.DispatchKeySet, *args: Tensor, **options: Any) -> Any:
@@ -176,7 +194,9 @@ def _ffn_out_autograd(keyset: torch._C.DispatchKeySet, *args: Tensor, **options:
         return op.grouped_swiglu_ffn.out.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
 
-def _ffn_out_functional(*args: Tensor, out: Tensor, **options: Any) -> Tensor:
+def _ffn_out_functional(*args: Any, out: Tensor, **options: Any) -> Tensor:
+    checks.grouped_swiglu_ffn(*args, **(_defaults("grouped_swiglu_ffn") | options))
+    checks.ffn_out(out, *args)
     return out.copy_(op.grouped_swiglu_ffn(*args, **options))
 
 

@@ -70,7 +70,7 @@ _COUNTS: dict[str, Callable[[DrawFn, int, int], list[int]]] = {
     "zipf": _zipf,
     "all_to_one": _all_to_one,
     "empty_first": _empty(lambda experts: range((experts + 1) // 2)),
-    "empty_middle": _empty(lambda experts: range(experts // 3, max(experts - experts // 3, experts // 3 + 1))),
+    "empty_middle": _empty(lambda experts: range(experts // 3, max(experts - max(experts // 3, 1), 1))),
     "empty_last": _empty(lambda experts: range(experts // 2, experts)),
     "all_empty": _empty(lambda experts: range(experts)),
     "tail_rows": _tail_rows,

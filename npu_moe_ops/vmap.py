@@ -25,6 +25,8 @@ def grouped_swiglu_ffn(
     )
     x, c = (t if dim is not None else t.expand(batch, *t.shape) for t, dim in ((x, in_dims[0]), (c, in_dims[3])))
     own_weights = in_dims[1] is not None or in_dims[2] is not None
+    if batch == 0:
+        return torch.empty_like(x, memory_format=torch.contiguous_format), 0
 
     checks.grouped_swiglu_ffn(
         x[0], w13 if in_dims[1] is None else w13[0], w2 if in_dims[2] is None else w2[0], c[0], **swiglu
@@ -38,7 +40,7 @@ def grouped_swiglu_ffn(
         )
         return torch.stack(tuple(calls)), 0
     n, experts = x.shape[1], c.shape[1] - 1
-    if c.device.type == "cpu":
+    if type(c) is Tensor and c.device.type == "cpu":
         for entry in c:
             checks.offsets(entry, n)
     row = torch.arange(n, device=c.device, dtype=c.dtype).expand(batch, n).contiguous()
@@ -48,6 +50,8 @@ def grouped_swiglu_ffn(
         first = torch.arange(batch, device=c.device).unsqueeze(1) * experts
         expert = torch.where(expert < experts, first + expert, batch * experts)
     rows, cumsum, row_of = op.permute(x.flatten(0, 1), expert.view(-1, 1), experts * (batch if own_weights else 1))
+    bad = (c[:, 0] != 0) | (c.diff(dim=1) < 0).any(dim=1) | (c[:, -1] > n)
+    cumsum = torch.where(bad.any(), -1, cumsum)  # a graph cannot look at c: let the op refuse when it runs
     y = op.grouped_swiglu_ffn(rows, w13, w2, cumsum, **swiglu)
     return y.index_select(0, routing.front_rows(row_of, len(rows)).flatten()).view(x.shape), 0
 

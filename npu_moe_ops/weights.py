@@ -1,5 +1,6 @@
 """From the weights that models keep to w13 and w2."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -47,19 +48,29 @@ def pack_experts(module_list: Iterable[nn.Module], *, release: bool = False) -> 
     experts = list(module_list)
     if not experts:
         raise ValueError("pack_experts: module_list must hold at least one expert, got none")
-    gate, _, down = _projections(experts[0], 0)
+    gate, _, _ = _projections(experts[0], 0)
     (intermediate, hidden), count = gate.shape, len(experts)
     w13 = gate.new_empty((count, 2 * intermediate, hidden))
-    w2 = down.new_empty((count, hidden, intermediate))
+    w2 = gate.new_empty((count, hidden, intermediate))
+    moves = [
+        (f"pack_experts: {name} projection of expert {e}", weight, place)
+        for e, expert in enumerate(experts)
+        for name, weight, place in zip(
+            ("gate", "up", "down"),
+            _projections(expert, e),
+            (w13[e, :intermediate], w13[e, intermediate:], w2[e]),
+            strict=True,
+        )
+    ]
+    for what, weight, place in moves:  # all of them first: nothing is released before an error
+        _check(what, weight, place, release)
+    uses = Counter(id(weight) for _, weight, _ in moves)
     with torch.no_grad():
-        for e, expert in enumerate(experts):
-            projections = _projections(expert, e)
-            places = (w13[e, :intermediate], w13[e, intermediate:], w2[e])
-            for name, weight, place in zip(("gate", "up", "down"), projections, places, strict=True):
-                _check(f"pack_experts: {name} projection of expert {e}", weight, place)
-                place.copy_(weight)
-                if release:
-                    weight.data = weight.data.new_empty(0)
+        for _, weight, place in moves:
+            place.copy_(weight)
+            uses[id(weight)] -= 1
+            if release and not uses[id(weight)]:  # a shared weight goes with its last use
+                weight.data = weight.new_empty(0)
     return w13.transpose(1, 2), w2.transpose(1, 2)
 
 
@@ -76,7 +87,9 @@ def _projections(expert: nn.Module, e: int) -> tuple[Tensor, Tensor, Tensor]:
     raise ValueError(f"pack_experts: expert {e} must have Linears {wanted}, got {type(expert).__name__}")
 
 
-def _check(what: str, weight: Tensor, place: Tensor) -> None:
+def _check(what: str, weight: Tensor, place: Tensor, release: bool) -> None:
+    if release and not isinstance(weight, nn.Parameter):
+        raise ValueError(f"{what} must be a plain parameter to be released, but is computed (parametrized?)")
     if weight.shape != place.shape:
         raise ValueError(f"{what} must be {list(place.shape)} like that of expert 0, got {list(weight.shape)}")
     if weight.dtype != place.dtype:

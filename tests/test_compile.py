@@ -298,6 +298,20 @@ def test_vmap_nested_with_options_and_gradients():
     torch.testing.assert_close(grad, expected)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_vmap_in_a_graph(backend, fresh_compiler):
+    """A graph cannot look at offsets while it is traced; it refuses bad ones when it runs."""
+    _, w13, w2, c = cases.ffn_inputs(7, 8, 5, (2, 0, 4))
+    batched = torch.vmap(lambda x, c: op.grouped_swiglu_ffn(x, w13, w2, c))
+    compiled = torch.compile(batched, fullgraph=True, backend=backend)
+    x, c = torch.randn(3, 7, 8), torch.stack([c, cases.offsets((0, 0, 7)), cases.offsets((0, 0, 0))])
+    torch.testing.assert_close(compiled(x, c), batched(x, c))
+    for bad in ([0, 3, 2, 6], [1, 2, 3, 4], [0, 1, 2, 8]):
+        with pytest.raises(ValueError, match="expert_cumsum must hold E\\+1 = 4 offsets"):
+            compiled(x, torch.tensor([[0, 2, 4, 6], bad, [0, 0, 0, 0]], dtype=torch.int32))
+    assert batched(x[:0], c[:0]).shape == (0, 7, 8)
+
+
 def test_vmap_refuses_as_the_op_does():
     x, w13, w2, c = cases.ffn_inputs(7, 8, 5, (2, 0, 4))
     bad = torch.stack([c, torch.tensor([0, 3, 2, 6], dtype=torch.int32)])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import npu_moe_ops
-from npu_moe_ops import fuse_gate_up, load_balancing_loss, moe, pack_experts
+from npu_moe_ops import SparseMoE, fuse_gate_up, load_balancing_loss, moe, pack_experts
 
 N, H, I, E, T, K = 7, 6, 5, 3, 4, 2  # distinct, so that no wrong axis fits by chance
 op = torch.ops.npu_moe
@@ -147,8 +147,8 @@ METADATA = {
         ValueError,
         "expert_cumsum must be [E+1], got [1, 4]",
     ),
-    "offsets_none": (ffn(expert_cumsum=torch.zeros(0, dtype=torch.int32)), ValueError, "offsets with a leading 0"),
-    "offsets_one": (ffn(expert_cumsum=torch.zeros(1, dtype=torch.int32)), ValueError, "offsets with a leading 0"),
+    "offsets_none": (ffn(expert_cumsum=torch.zeros(0).int()), ValueError, "[E+1] offsets with E >= 1, got [0]"),
+    "offsets_one": (ffn(expert_cumsum=torch.zeros(1).int()), ValueError, "[E+1] offsets with E >= 1, got [1]"),
     "w13_device": (
         ffn(w13=meta(E, H, 2 * I)),
         ValueError,
@@ -214,7 +214,7 @@ METADATA = {
     ),
     "permute_ids_dtype": (permute(topk_ids=torch.zeros(T, K)), TypeError, "topk_ids must have dtype int32 or int64"),
     "permute_ids_device": (permute(topk_ids=meta(T, K, dtype=torch.int64)), ValueError, "topk_ids must be on the"),
-    "permute_experts": (permute(num_experts=0), ValueError, "num_experts must be >= 1, got 0"),
+    "permute_experts": (permute(num_experts=0), ValueError, "num_experts must be in 1..2**31-1, got 0"),
     "unpermute_rows_rank": (unpermute(expert_out=torch.randn(H)), ValueError, "expert_out must be [N, H], got [6]"),
     "unpermute_rows_dtype": (unpermute(expert_out=torch.ones(T * K, H).int()), TypeError, "expert_out must have dtype"),
     "row_of_dtype": (
@@ -326,6 +326,15 @@ def test_too_many_slots_for_int32_offsets():
         op.permute(torch.empty(1, 0).expand(2**16, 0), ids, 4)
 
 
+@pytest.mark.parametrize("build", [ffn, router, permute, unpermute])
+def test_none_for_a_tensor(build):
+    function, arguments = build()
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name != "correction_bias":
+            with pytest.raises(TypeError, match=f"{name} must be a tensor .*, got NoneType"):
+                function(**arguments | {name: None})
+
+
 def test_out():
     good = torch.empty(N, H)
     tokens = torch.randn(N, H)
@@ -334,15 +343,25 @@ def test_out():
         (torch.empty(N * H), ValueError, "out must be [N, H], got [42]"),
         (good.double(), TypeError, "out must have dtype float32 as sorted_tokens, got float64"),
         (meta(N, H), ValueError, "out must be on the device of sorted_tokens, cpu, got meta"),
-        (tokens, ValueError, "out must not share memory with sorted_tokens"),
-        (tokens[:], ValueError, "out must not share memory with sorted_tokens"),
+        (tokens, ValueError, "out must not overlap the memory that sorted_tokens"),
+        (tokens[:], ValueError, "out must not overlap the memory that sorted_tokens spans"),
+        (
+            torch.empty(1, H).expand(N, H),
+            ValueError,
+            "out must have one place in memory an element, got",
+        ),
+        (torch.empty(20).as_strided((N, H), (1, 1)), ValueError, "out must have one place in memory an element, got"),
     ):
         function, arguments = ffn_out(out, sorted_tokens=tokens)
         with pytest.raises(error, match=re.escape("grouped_swiglu_ffn: " + message)):
             function(**arguments)
+    pool = torch.randn(2 * N, H)  # disjoint views of one storage are fine
+    function, arguments = ffn_out(pool[N:], sorted_tokens=pool[:N])
+    out = arguments.pop("out")
+    assert torch.equal(function(**arguments, out=out), op.grouped_swiglu_ffn(**arguments))
     w2 = torch.randn(E, I, H)
     function, arguments = ffn_out(w2.view(-1, H)[:N], w2=w2)
-    with pytest.raises(ValueError, match="out must not share memory with w2"):
+    with pytest.raises(ValueError, match="out must not overlap the memory that w2"):
         function(**arguments)
     function, arguments = ffn_out(good, w13=torch.randn(E, H, 2 * I, requires_grad=True))
     with pytest.raises(ValueError, match="grouped_swiglu_ffn: out= has no gradient, but an argument requires grad"):
@@ -372,9 +391,27 @@ class Expert(nn.Module):
             setattr(self, name, nn.Linear(i, o, bias=bias, dtype=dtype))
 
 
+def normed():
+    expert = Expert()
+    nn.utils.parametrizations.weight_norm(expert.gate_proj)
+    return expert
+
+
 AROUND = {
     "moe_0d": (lambda: moe(torch.tensor(1.0), torch.randn(E, H), torch.randn(E, H, 2 * I), torch.randn(E, I, H), 1),
-               ValueError, "moe: hidden_states must be [..., H], got []"),
+               ValueError, "moe: hidden_states must be [..., H] with H >= 1, got []"),
+    "moe_experts": (lambda: moe(torch.randn(T, H), torch.randn(E + 1, H), torch.randn(E, H, 2 * I),
+                                torch.randn(E, I, H), 1), ValueError,
+                    "moe: w13 must be [E*H, 2*I] or [E, H, 2*I] with E = 4 from router_weight and H = 6 from"),
+    "layer_sizes": (lambda: SparseMoE(H, 0, E, 1), ValueError, "SparseMoE: intermediate_size must be >= 1, got 0"),
+    "layer_shared": (lambda: SparseMoE(H, I, E, 1, shared_intermediate_size=-1), ValueError,
+                     "SparseMoE: shared_intermediate_size must be >= 0, got -1"),
+    "layer_router": (lambda: SparseMoE(H, I, E, 1, scoring="relu"), ValueError, "scoring must be one of"),
+    "layer_limit": (lambda: SparseMoE(H, I, E, 1, swiglu_limit=-1.0), ValueError, "swiglu_limit must be None or"),
+    "loss_device": (lambda: load_balancing_loss(torch.randn(4, 3), meta(4, 1, dtype=torch.int64), 3), ValueError,
+                    "topk_ids must be on the device of router_logits, cpu, got meta"),
+    "pack_computed": (lambda: pack_experts([normed()], release=True), ValueError,
+                      "gate projection of expert 0 must be a plain parameter to be released"),
     "moe_top_k": (lambda: moe(torch.randn(T, H), torch.randn(E, H), torch.randn(E, H, 2 * I), torch.randn(E, I, H), 4),
                   ValueError, "top_k must be in 1..E=3, got 4"),
     "fuse_shape": (lambda: fuse_gate_up(torch.randn(2, 3), torch.randn(2, 4)), ValueError,
@@ -395,7 +432,7 @@ AROUND = {
     "loss_experts": (lambda: load_balancing_loss(torch.randn(4, 3), torch.zeros(4, 1).long(), 4), ValueError,
                      "router_logits must be [..., E=4], got [4, 3]"),
     "loss_ids": (lambda: load_balancing_loss(torch.randn(4, 3), torch.zeros(5, 1).long(), 3), ValueError,
-                 "topk_ids must be [4, 'K'], got [5, 1]"),
+                 "topk_ids must be [4, K], got [5, 1]"),
     "loss_ids_dtype": (lambda: load_balancing_loss(torch.randn(4, 3), torch.zeros(4, 1), 3), TypeError,
                        "topk_ids must be int32 or int64"),
     "loss_logits_dtype": (lambda: load_balancing_loss(torch.ones(4, 3).long(), torch.zeros(4, 1).long(), 3), TypeError,

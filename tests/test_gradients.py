@@ -165,6 +165,22 @@ def test_second_derivatives_are_refused():
         g.sum().backward()
 
 
+def test_forward_mode_is_refused_rather_than_lost():
+    x, w13, w2, c = cases.ffn_inputs(*cases.SHAPES["tail_rows"], torch.float64)
+    with pytest.raises(NotImplementedError, match="grouped_swiglu_ffn: forward-mode AD"):
+        torch.func.jvp(lambda x: op.grouped_swiglu_ffn(x, w13, w2, c), (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert op.grouped_swiglu_ffn(x, w13, w2, c).isfinite().all()  # no tangent: nothing to lose
+        for call in (
+            lambda: op.topk_router(dual, torch.randn(4, 16).double(), None, 2),
+            lambda: op.permute(dual, torch.zeros(11, 1).long(), 2),
+            lambda: op.unpermute(dual, torch.zeros(3, 1).long(), torch.rand(3, 1)),
+        ):
+            with pytest.raises(NotImplementedError, match="forward-mode AD"):
+                call()
+
+
 ROUTERS = {
     "softmax": {},
     "not_renormalized": {"renormalize": False},

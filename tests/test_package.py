@@ -1,0 +1,109 @@
+"""The package as a whole: names, order of imports, one place for each fact."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import npu_moe_ops
+from npu_moe_ops import testing
+from npu_moe_ops.testing import DISTRIBUTIONS, token_counts
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "npu_moe_ops"
+# A module imports from lower levels only.
+LEVELS = (
+    {"checks"},
+    {"reference"},
+    {"outputs", "cpu", "npu", "routing"},
+    {"vmap"},
+    {"ops"},
+    {"functional", "losses", "weights"},
+    {"layer"},
+    {"__init__"},
+)
+APART = {"testing"}  # for tests: imports nothing of the package, and nothing imports it
+
+
+def imported(module):
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            yield from [node.module] if node.module else [alias.name for alias in node.names]
+
+
+def test_imports_go_one_way():
+    level = {module: n for n, modules in enumerate(LEVELS) for module in modules}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules == set(level) | APART
+    for module in modules - APART:
+        for other in imported(module):
+            assert level[other] < level[module], f"{module} imports {other}"
+    assert not list(imported("testing"))
+
+
+def test_one_file_says_torch_library():
+    sayers = {path.name for path in PACKAGE.rglob("*.py") if "torch.library" in path.read_text().split('"""', 2)[-1]}
+    assert sayers == {"ops.py"}
+
+
+def test_public_names():
+    assert npu_moe_ops.__all__ == sorted(npu_moe_ops.__all__)
+    for name in npu_moe_ops.__all__:
+        assert getattr(npu_moe_ops, name).__doc__
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_import_needs_torch_alone():
+    script = """
+import sys, torch
+before = set(sys.modules)
+import npu_moe_ops
+new = {m.partition(".")[0] for m in set(sys.modules) - before}
+print(sorted(new - {"npu_moe_ops", "torch"} - sys.stdlib_module_names))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_changelog_knows_the_version():
+    assert f"## [{npu_moe_ops.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_strategies_give_what_they_say(distribution):
+    @settings(max_examples=30)
+    @given(st.data(), st.integers(3, 12), st.integers(0, 50))
+    def run(data, experts, rows):
+        counts = data.draw(token_counts(experts, rows, distribution))
+        assert len(counts) == experts
+        assert min(counts) >= 0
+        if distribution == "all_empty":
+            assert sum(counts) == 0
+        elif distribution == "tail_rows":
+            assert sum(counts) < max(rows, 1)
+        else:
+            assert sum(counts) == rows
+        empty = {"empty_first": 0, "empty_middle": experts // 2, "empty_last": -1}
+        if distribution in empty:
+            assert counts[empty[distribution]] == 0
+        if distribution == "balanced":
+            assert max(counts) - min(counts) <= 1
+        if distribution == "all_to_one":
+            assert sorted(counts)[:-1] == [0] * (experts - 1)
+
+    run()
+
+
+@settings(max_examples=1)
+@given(st.data())
+def test_strategies_refuse(data):
+    with pytest.raises(ValueError, match=r"distribution must be one of balanced, .* got 'even'"):
+        data.draw(token_counts(3, 4, "even"))
+    with pytest.raises(ValueError, match="num_experts must be >= 1 and rows >= 0, got 0 and 4"):
+        data.draw(token_counts(0, 4))
+    assert set(testing.TOLERANCE) == set(npu_moe_ops._ops.checks.FLOATS)
