@@ -158,13 +158,11 @@ def moe(hidden_states: Tensor, router_weight: Tensor, w13: Tensor) -> None:
     if hidden_states.dim() < 1 or hidden_states.shape[-1] < 1:
         raise ValueError(f"moe: hidden_states must be [..., H] with H >= 1, got {_form(hidden_states)}")
     experts, hidden = router_weight.shape[0], hidden_states.shape[-1]
-    _want(
-        w13.shape[0] == (experts * hidden if w13.dim() == 2 else experts),
-        lambda: (
+    if w13.shape[0] != (experts * hidden if w13.dim() == 2 else experts):  # Dynamo traces this: no torch._check
+        raise ValueError(
             f"moe: w13 must be [E*H, 2*I] or [E, H, 2*I] with E = {experts} from router_weight and "
             f"H = {hidden} from hidden_states, got {_form(w13)}"
-        ),
-    )
+        )
 
 
 def offsets(expert_cumsum: Tensor, rows: int) -> list[int]:
@@ -328,7 +326,7 @@ def _want(ok: bool, message: Callable[[], str]) -> None:
 
 
 def _form(tensor: Tensor) -> str:
-    return f"[{', '.join(str(size) for size in tensor.shape)}]"
+    return f"{list(tensor.shape)}"
 
 
 def _name(value: object) -> str:

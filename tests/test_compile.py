@@ -97,6 +97,13 @@ def test_moe_function_with_explicit_dynamic(dynamic, fresh_compiler):
         torch.testing.assert_close(compiled(x), moe(x, *weights, top_k=2))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_moe_function_refuses_in_a_graph(dynamic, fresh_compiler):
+    compiled = torch.compile(lambda *a: moe(*a, top_k=2), fullgraph=True, backend="eager", dynamic=dynamic)
+    with pytest.raises(Exception, match=r"moe: w13 must be .* from router_weight"):
+        compiled(torch.randn(3, 8), torch.randn(6, 8), torch.randn(5, 8, 12), torch.randn(5, 6, 8))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_out_in_a_graph(backend, fresh_compiler):
     x, w13, w2, c = cases.ffn_inputs(*cases.SHAPES["tail_rows"])
