@@ -28,21 +28,16 @@ def grouped_swiglu_ffn(
     if batch == 0:
         return torch.empty_like(x, memory_format=torch.contiguous_format), 0
 
-    checks.grouped_swiglu_ffn(
-        x[0], w13 if in_dims[1] is None else w13[0], w2 if in_dims[2] is None else w2[0], c[0], **swiglu
-    )
+    def entry(b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return x[b], w13 if in_dims[1] is None else w13[b], w2 if in_dims[2] is None else w2[b], c[b]
+
     if torch._C._functorch.is_batchedtensor(c):  # inside another vmap its values cannot be looked at: leave it to that
-        calls = (
-            op.grouped_swiglu_ffn(
-                x[b], w13 if in_dims[1] is None else w13[b], w2 if in_dims[2] is None else w2[b], c[b], **swiglu
-            )
-            for b in range(batch)
-        )
-        return torch.stack(tuple(calls)), 0
+        return torch.stack([op.grouped_swiglu_ffn(*entry(b), **swiglu) for b in range(batch)]), 0
+    checks.grouped_swiglu_ffn(*entry(0), **swiglu)
     n, experts = x.shape[1], c.shape[1] - 1
     if type(c) is Tensor and c.device.type == "cpu":
-        for entry in c:
-            checks.offsets(entry, n)
+        for one in c:
+            checks.offsets(one, n)
     row = torch.arange(n, device=c.device, dtype=c.dtype).expand(batch, n).contiguous()
     expert = torch.searchsorted(c[:, 1:].contiguous(), row, right=True)  # = experts for rows from c[E] on
     if own_weights:
