@@ -34,26 +34,26 @@ def loop(rows, w13, w2, cumsum):  # what the op replaces: E times three launches
     return out
 
 
+def exact(rows, w13, w2, cumsum):
+    out = torch.empty_like(rows)
+    reference.grouped_swiglu_ffn(out, rows, w13, w2, cumsum, None, 1.0, 0.0)
+    return out
+
+
 compiled = torch.compile(layer, fullgraph=True)
 ways = {"per-expert loop": lambda: layer(x, loop), "op, eager": lambda: layer(x), "op, compiled": lambda: compiled(x)}
-seconds = {name: [] for name in ways}
-with torch.inference_mode(), console.status("compiling and measuring"):
-    exact = lambda rows, *rest: (out := rows.clone(), reference.grouped_swiglu_ffn(out, rows, *rest, None, 1.0, 0.0))[0]  # noqa: E731
-    right, cumsum = layer(x, exact)
-    error = {name: ((way()[0] - right).abs().max() / right.abs().max()).item() for name, way in ways.items()}
-    for name, way in [*ways.items()] * 3:
-        start, _ = time.perf_counter(), way()
-        seconds[name] = sorted([*seconds[name], time.perf_counter() - start])
-
-counts = cumsum.diff().tolist()
-console.print(f"{len(x)} tokens (bytes of {text.name}), top {K} of {E} experts. Experts by tokens:")
-for low, high in ((0, 0), (1, 3), (4, 15), (16, 63), (64, max(64, *counts))):
-    console.print(f"{low:4}-{high:<4} {'█' * (n := sum(low <= c <= high for c in counts))} {n}", highlight=False)
 table = Table("way", "ms (median of 3)", "speed", "largest error / largest output", title="one layer, on this CPU")
-for name, (_, t, _) in seconds.items():
-    table.add_row(name, f"{t * 1e3:.0f}", f"{seconds['per-expert loop'][1] / t:.2f} x loop", f"{error[name]:.4f}")
-console.print(
-    table, f"graphs compiled: {counters['stats']['unique_graphs']}, graph breaks: {len(counters['graph_break'])}"
-)
-weights, peak = (w13.nbytes + w2.nbytes) / 2**30, getrusage(RUSAGE_SELF).ru_maxrss / 2**20
-console.print(f"memory: weights {weights:.2f} GiB, peak of the process {peak:.2f} GiB")
+with torch.inference_mode(), console.status("compiling and measuring"):
+    right, cumsum = layer(x, exact)
+    errors = [((way()[0] - right).abs().max() / right.abs().max()).item() for way in ways.values()]
+    clock = [[(time.perf_counter(), way(), time.perf_counter()) for way in ways.values()] for _ in range(3)]
+    ms = [sorted(1e3 * (end - start) for start, _, end in runs)[1] for runs in zip(*clock, strict=True)]
+for name, error, t in zip(ways, errors, ms, strict=True):
+    table.add_row(name, f"{t:.0f}", f"{ms[0] / t:.2f} x loop", f"{error:.4f}")
+console.print(f"{len(x)} tokens (bytes of {text.name}), top {K} of {E} experts. Experts by tokens:")
+for label, low, high in (("0", 0, 0), ("1-3", 1, 3), ("4-15", 4, 15), ("16-63", 16, 63), ("64+", 64, 8 * len(x))):
+    n = int(((cumsum.diff() >= low) & (cumsum.diff() <= high)).sum())
+    console.print(f"{label:>6} {'█' * (n // 2)} {n}", highlight=False)
+peak, graphs, breaks = getrusage(RUSAGE_SELF).ru_maxrss / 2**20, counters["stats"], len(counters["graph_break"])
+console.print(table, f"graphs compiled: {graphs['unique_graphs']}, graph breaks: {breaks}")
+console.print(f"memory: weights {(w13.nbytes + w2.nbytes) / 2**30:.2f} GiB, peak of the process {peak:.2f} GiB")
