@@ -40,28 +40,36 @@ def grouped_swiglu_ffn(
     c = checks.offsets(expert_cumsum, sorted_tokens.shape[0])
     w13, w2 = (expert_weights(w, len(c) - 1) for w in (w13, w2))
     dtype, acc = out.dtype, accumulate_dtype(out.dtype)
+    busy = [(e, start, end) for e, (start, end) in enumerate(pairwise(c)) if start < end]
     direct_rows = 0
     if dtype == torch.bfloat16 and w13[0].numel() >= LARGE_EXPERT:
         direct_rows = len(out) if has_bf16_dot() else FEW_ROWS
     # One expert's widened weights; a fresh block for each would cost more in page faults than the product.
-    widest = max(w13[0].numel(), w2[0].numel()) if dtype != acc else 0
-    scratch = out.new_empty(widest, dtype=acc)
-    for experts in _blocks(c):
+    widens = dtype != acc and any(end - start > direct_rows for _, start, end in busy)
+    scratch = out.new_empty(max(w13[0].numel(), w2[0].numel()) if widens else 0, dtype=acc)
+    for experts in _blocks(busy):
         first, last = experts[0][1], experts[-1][2]
         gate_up = out.new_empty((last - first, w13.shape[-1]), dtype=acc)
         for e, start, end in experts:
             x, weight = sorted_tokens[start:end], w13[e]
             if end - start > direct_rows:
                 x, weight = x.to(acc), _widen(weight, scratch)
-            gate_up[start - first : end - first] = x @ weight
+            _multiply(x, weight, gate_up[start - first : end - first])
         gate, up = gate_up.chunk(2, dim=-1)
         h = swiglu(gate, up, swiglu_limit, swiglu_alpha, swiglu_beta).to(dtype)
         for e, start, end in experts:
             x, weight = h[start - first : end - first], w2[e]
             if end - start > direct_rows:
                 x, weight = x.to(acc), _widen(weight, scratch)
-            out[start:end] = x @ weight
+            _multiply(x, weight, out[start:end])
     out[c[-1] :] = 0
+
+
+def _multiply(x: Tensor, weight: Tensor, place: Tensor) -> None:
+    if x.dtype == place.dtype:
+        torch.mm(x, weight, out=place)
+    else:
+        place.copy_(x @ weight)
 
 
 def _widen(weight: Tensor, scratch: Tensor) -> Tensor:
@@ -73,15 +81,13 @@ def _widen(weight: Tensor, scratch: Tensor) -> Tensor:
     return (place.view(cols, rows).t() if weight.stride(0) == 1 else place.view(rows, cols)).copy_(weight)
 
 
-def _blocks(c: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Consecutive experts with rows, as (expert, start, end), in blocks of about BLOCK_ROWS rows."""
+def _blocks(busy: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Consecutive experts, as (expert, start, end), in blocks of about BLOCK_ROWS rows."""
     block: list[tuple[int, int, int]] = []
-    for e, (start, end) in enumerate(pairwise(c)):
-        if start == end:
-            continue
-        if block and end - block[0][1] > BLOCK_ROWS:
+    for expert in busy:
+        if block and expert[2] - block[0][1] > BLOCK_ROWS:
             yield block
             block = []
-        block.append((e, start, end))
+        block.append(expert)
     if block:
         yield block
