@@ -120,13 +120,12 @@ class SparseMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-            ("num_experts", num_experts),
-            ("shared_intermediate_size", shared_intermediate_size),
+        for name, size, least in (
+            ("hidden_size", hidden_size, 1),
+            ("intermediate_size", intermediate_size, 1),
+            ("num_experts", num_experts, 1),
+            ("shared_intermediate_size", shared_intermediate_size, 0),
         ):
-            least = 0 if name == "shared_intermediate_size" else 1
             if size < least:
                 raise ValueError(f"SparseMoE: {name} must be >= {least}, got {size}")
         self.num_experts, self.top_k = num_experts, top_k

@@ -194,16 +194,14 @@ def _ffn_out_autograd(keyset: torch._C.DispatchKeySet, *args: Tensor, **options:
         return op.grouped_swiglu_ffn.out.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
 
-def _ffn_out_functional(*args: Any, out: Tensor, **options: Any) -> Tensor:
-    checks.grouped_swiglu_ffn(*args, **(_defaults("grouped_swiglu_ffn") | options))
-    checks.ffn_out(out, *args)
-    return out.copy_(op.grouped_swiglu_ffn(*args, **options))
+def _ffn_copied_into(out: Tensor, *args: Any, **options: Any) -> None:
+    out.copy_(op.grouped_swiglu_ffn(*args, **options))
 
 
 library.impl("grouped_swiglu_ffn.out", _ffn_out_autograd, "Autograd", with_keyset=True)
 # In a compiled graph. torch.Tag.out would do it without the copy, but makes Inductor of torch 2.13 lower
 # the functional op to this overload with its keyword-only arguments passed twice.
-library.impl("grouped_swiglu_ffn.out", _ffn_out_functional, "Functionalize")
+library.impl("grouped_swiglu_ffn.out", _ffn_out_kernel(_ffn_copied_into), "Functionalize")
 
 
 # Autocast: the FFN runs in the autocast dtype, as a matmul would; the others keep their dtypes (the

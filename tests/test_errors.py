@@ -248,10 +248,6 @@ VALUES = {
 }
 
 
-def call(function, arguments):
-    return function(**arguments)
-
-
 def tensors(case):
     return [a for a in case[0][1].values() if isinstance(a, torch.Tensor)]
 
@@ -264,7 +260,7 @@ def cases_where(keep):
 def test_eager(case):
     (function, arguments), error, message = case
     with pytest.raises(error, match=re.escape(message)) as caught:
-        call(function, arguments)
+        function(**arguments)
     argument = next(word for word in str(caught.value).split() if word in arguments or word in OPTION_NAMES)
     assert str(caught.value).split(": ")[1].startswith(argument)  # "op: argument must be ..."
 
@@ -308,7 +304,7 @@ def test_meta(case):
     (function, arguments), error, message = case
     on_meta = {k: a.to("meta") if isinstance(a, torch.Tensor) else a for k, a in arguments.items()}
     with pytest.raises(error, match=re.escape(message)):
-        call(function, on_meta)
+        function(**on_meta)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

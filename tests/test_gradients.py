@@ -24,8 +24,9 @@ def leaves(*tensors):
     return [t.detach().clone().requires_grad_() for t in tensors]
 
 
-def by_autograd(x, w13, w2, c, limit=None, alpha=1.0, beta=0.0):
+def by_autograd(x, w13, w2, c, swiglu_limit=None, swiglu_alpha=1.0, swiglu_beta=0.0):
     """The formula in fp64, differentiated by torch."""
+    limit, alpha, beta = swiglu_limit, swiglu_alpha, swiglu_beta
     x, w13, w2 = x.double(), w13.double(), w2.double()
     rows = []
     for e, (start, end) in enumerate(zip(c.tolist(), c.tolist()[1:], strict=False)):
@@ -72,8 +73,7 @@ def test_ffn_gradients_on_any_distribution(shape, data, swiglu):
     )
     mine, theirs = leaves(x, w13, w2), leaves(x, w13, w2)
     op.grouped_swiglu_ffn(*mine, c, **swiglu).square().sum().backward()
-    by_autograd(*theirs, c, *(swiglu.get(k) for k in ("swiglu_limit",)), swiglu.get("swiglu_alpha", 1.0),
-                swiglu.get("swiglu_beta", 0.0)).square().sum().backward()  # fmt: skip
+    by_autograd(*theirs, c, **swiglu).square().sum().backward()
     for ours, exact in zip(mine, theirs, strict=True):
         torch.testing.assert_close(ours.grad, exact.grad, rtol=1e-9, atol=1e-9)
 
