@@ -40,9 +40,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "CPU": {"grouped_swiglu_ffn": cpu.grouped_swiglu_ffn},
     "PrivateUse1": {
-        "grouped_swiglu_ffn": npu.missing("grouped_swiglu_ffn", "PyPTO kernel"),
+        "grouped_swiglu_ffn": npu.grouped_swiglu_ffn,
         "grouped_swiglu_ffn_backward": npu.missing("grouped_swiglu_ffn", "backward over npu_grouped_matmul"),
-        "topk_router": npu.missing("topk_router", "PyPTO kernel"),
+        "topk_router": npu.topk_router,
         "permute": npu.missing("permute", "call of npu_moe_init_routing_v2"),
         "unpermute": npu.missing("unpermute", "call of npu_moe_token_unpermute"),
     },

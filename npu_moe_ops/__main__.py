@@ -1,0 +1,148 @@
+"""python -m npu_moe_ops simulate: what the NPU kernel would cost, on a machine without an NPU."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m npu_moe_ops", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_simulate(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="cycles of the NPU kernel in pypto's simulator",
+        description="Simulate grouped_swiglu_ffn's NPU kernel. All cycles are simulated; see docs/npu.md.",
+    )
+    what = simulate.add_mutually_exclusive_group(required=True)
+    what.add_argument("--counts", type=_counts, help="rows of each expert: 0,1,2,4,8,16,32,0")
+    what.add_argument("--bench", action="store_true", help="the eight workloads of docs/npu.md")
+    what.add_argument("--router", type=_size, metavar="TOKENS", help="topk_router as in LLaDA2.0-mini, and its halves")
+    simulate.add_argument("--hidden", type=_size, default=2048, help="H (default: 2048)")
+    simulate.add_argument("--intermediate", type=_size, default=512, help="I (default: 512)")
+    simulate.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    simulate.add_argument("--transposed", action="store_true", help="weights as [E, 2I, H] and [E, H, I]")
+    simulate.add_argument(
+        "--plan",
+        action="append",
+        metavar="PLAN",
+        help="auto, buffered, single or llada2_original; may be repeated (default: auto; with --bench also the last)",
+    )
+    simulate.add_argument("--json", action="store_true", help='print {"rows": [...]} and nothing else')
+    simulate.add_argument("--hardware", action="store_true", help="measure on this machine's NPU instead")
+    simulate.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for https://ui.perfetto.dev")
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw the cores over time")
+    simulate.set_defaults(run=_simulate)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .npu import measure, report
+    from .npu.simulate import WORKLOADS, Job, costs
+
+    if arguments.router:
+        return _simulate_router(arguments)
+    if arguments.bench and (arguments.trace or arguments.plot):
+        raise ValueError("simulate: --trace and --plot need --counts, not --bench")
+    if arguments.hardware and (arguments.trace or arguments.plot):
+        raise ValueError("simulate: --trace and --plot show simulated cycles, not --hardware")
+    plans = arguments.plan or (["auto", report.ORIGINAL] if arguments.bench else ["auto"])
+    if arguments.trace and len(plans) > 1:
+        raise ValueError(f"simulate: --trace needs one --plan, got {len(plans)}")
+    workloads = WORKLOADS if arguments.bench else {",".join(map(str, arguments.counts)): arguments.counts}
+    fixed = {name: getattr(arguments, name) for name in ("hidden", "intermediate", "dtype", "transposed")}
+    fixed["trace"] = str(arguments.trace) if arguments.trace else None
+    jobs = {
+        workload: {plan: Job(counts, plan=plan, **fixed) for plan in plans} for workload, counts in workloads.items()
+    }
+    flat = [job for by_plan in jobs.values() for job in by_plan.values()]
+    with _progress(len(flat), quiet=arguments.json) as advance:
+        results: dict[Job, Any] = {}
+        for job, result in zip(flat, measure.measure(flat) if arguments.hardware else costs(flat), strict=True):
+            results[job] = result
+            advance()
+    found = {workload: {plan: results[job] for plan, job in by_plan.items()} for workload, by_plan in jobs.items()}
+    if arguments.plot:
+        report.plot([cost for by_plan in found.values() for cost in by_plan.values()], arguments.plot)
+    view = report.Measured(found, jobs) if arguments.hardware else report.Simulated(found)
+    return _show(view, arguments.json)
+
+
+def _simulate_router(arguments: argparse.Namespace) -> int:
+    from .npu import report
+    from .npu.simulate import ROUTER_PARTS, RouterJob, costs
+
+    for name in ("plan", "hardware", "trace", "plot", "transposed"):
+        if getattr(arguments, name):
+            raise ValueError(f"simulate: --{name} is not for --router")
+    jobs = [
+        RouterJob(arguments.router, hidden=arguments.hidden, dtype=arguments.dtype, part=part) for part in ROUTER_PARTS
+    ]
+    with _progress(len(jobs), quiet=arguments.json) as advance:
+        found = {}
+        for cost in costs(jobs):
+            found[cost.job.plan] = cost
+            advance()
+    return _show(report.Simulated({f"{arguments.router} tokens": found}, op="topk_router"), arguments.json)
+
+
+def _show(view: Any, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"rows": view.rows()}))
+        return 0
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(view.table())
+    for line in view.summary():
+        console.print(line)
+    return 0
+
+
+class _progress:
+    """A bar on stderr, unless quiet."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        self._total, self._quiet = total, quiet
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), disable=self._quiet, transient=True)
+        self._bar.start()
+        task = self._bar.add_task("launches", total=self._total)
+        return lambda: self._bar.advance(task)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(piece) for piece in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers >= 0 with commas between them, got {text!r}") from None
+    if min(counts) < 0 or not sum(counts):
+        raise argparse.ArgumentTypeError(f"must be integers >= 0, not all 0, got {text!r}")
+    return counts
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
