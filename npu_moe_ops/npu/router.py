@@ -73,7 +73,7 @@ def build(
 ) -> Callable[..., None]:
     """The kernel, compiled on its first call. Arguments (all contiguous):
 
-    tokens [T, H], router_weight [E, H], bias fp32 [1, E] (without a bias: anything), ids fp32 [1, E] = 0, 1, ...,
+    tokens [T, H], router_weight [E, H], bias fp32 [1, E] (without a bias: anything),
     logits fp32 [T, E] (not written unless wanted), topk_weights fp32 [T, K], topk_ids int32 [T, K].
     T may differ from call to call. "logits" is the first half alone, "choose" the second: it reads logits.
     """
@@ -92,7 +92,6 @@ def build(
         tokens: pypto.Tensor([pypto.DYNAMIC, ...], DTYPES[problem.tokens], format=ND),
         router_weight: pypto.Tensor([], DTYPES[problem.weight], format=ND),
         bias: pypto.Tensor([], FP32, format=ND),
-        ids: pypto.Tensor([], FP32, format=ND),
         logits: pypto.Tensor([pypto.DYNAMIC, ...], FP32, format=ND),
         topk_weights: pypto.Tensor([pypto.DYNAMIC, ...], FP32, format=ND),
         topk_ids: pypto.Tensor([pypto.DYNAMIC, ...], pypto.DT_INT32, format=ND),
@@ -114,9 +113,9 @@ def build(
                     rows = Rows(tile.vector_rows, (valid - skip).min(tile.vector_rows))
                     mine = Memory(products.matrix, products.start + skip, rows.valid)
                     pypto.set_pass_options(sg_set_scope=1)  # one task, however many operations
-                    weights, chosen = _route(mine, bias, ids, rows, problem)
+                    weights, ids = _route(mine, bias, rows, problem)
                     pypto.assemble(weights, [first + skip, 0], topk_weights)
-                    pypto.assemble(chosen, [first + skip, 0], topk_ids)
+                    pypto.assemble(ids, [first + skip, 0], topk_ids)
                     pypto.set_pass_options(sg_set_scope=-1)
 
     return topk_router
@@ -144,11 +143,11 @@ def _multiply(tokens: Memory, router_weight: Any, products: Memory, problem: Rou
         products.write(pypto.matmul(x, weight.tile(tile.columns, hidden, 0, hidden), FP32, b_trans=True), first)
 
 
-def _route(logits: Memory, bias: Any, ids: Any, rows: Rows, problem: RouterProblem) -> tuple[Any, Any]:
+def _route(logits: Memory, bias: Any, rows: Rows, problem: RouterProblem) -> tuple[Any, Any]:
     """Weights fp32 [rows, K] and ids int32 [rows, K] of logits [rows, E]."""
     experts, top_k = problem.experts, problem.top_k
+    ids, places = _count_to(experts), _count_to(top_k)
     rows.set_tile(experts)
-    ids = pypto.add(ids, 0.0)  # of one load; a view of what lies in memory would be a load of its own
     scores, choice = _scores(logits.tile(rows.count, experts, 0, experts), bias, rows, problem)
     if problem.n_group > 1:
         choice = _of_kept_groups(choice, ids, rows, problem)
@@ -157,7 +156,7 @@ def _route(logits: Memory, bias: Any, ids: Any, rows: Rows, problem: RouterProbl
         rows.set_tile(experts)
         best, choice = _take_best(choice, ids)
         rows.set_tile(top_k)
-        topk_ids = _put(best, k, topk_ids, ids)
+        topk_ids = pypto.where(pypto.eq(places, float(k)), best, topk_ids)
     topk_ids = pypto.cast(pypto.minimum(topk_ids, float(experts - 1)), pypto.DT_INT32)  # gather must stay inside
     return _weights(pypto.gather(scores, 1, topk_ids), problem), topk_ids
 
@@ -180,16 +179,8 @@ def _of_kept_groups(choice: Any, ids: Any, rows: Rows, problem: RouterProblem) -
     experts, groups = problem.experts, problem.n_group
     size = experts // groups
     group_of = pypto.floor(pypto.mul(pypto.add(ids, 0.5), 1.0 / size))
-    if size == 1:
-        group_scores = choice
-    else:
-        group_scores = rows.full(groups, 0.0)
-        for g in range(groups):
-            column = _sum_of_two_best(*_group(g, choice, ids, group_of, size, rows))
-            rows.set_tile(groups)
-            group_scores = _put(column, g, group_scores, ids)
-        group_scores = _clip(group_scores)
-    group_ids = pypto.view(ids, [1, groups], [0, 0])
+    group_ids = _count_to(groups)
+    group_scores = _group_scores(choice, ids, group_ids, group_of, rows, size)
     rows.set_tile(experts)
     kept = rows.full(experts, DROPPED)
     for _ in range(problem.topk_group):
@@ -200,13 +191,22 @@ def _of_kept_groups(choice: Any, ids: Any, rows: Rows, problem: RouterProblem) -
     return kept
 
 
-def _group(g: int, choice: Any, ids: Any, group_of: Any, size: int, rows: Rows) -> tuple[Any, Any]:
-    """The choice of one group, and ids to tell its experts apart: its columns alone where they are aligned."""
-    if size % 8:
-        rows.set_tile(choice.shape[1])
-        return pypto.where(pypto.eq(group_of, float(g)), choice, DROPPED), ids
-    rows.set_tile(size)
-    return rows.columns(choice, g * size, size), pypto.view(ids, [1, size], [0, 0])
+def _group_scores(choice: Any, ids: Any, group_ids: Any, group_of: Any, rows: Rows, size: int) -> Any:
+    """[rows, groups]. A group is its columns alone, where they are aligned, or all columns with the others DROPPED."""
+    experts, groups, aligned = ids.shape[1], group_ids.shape[1], size % 8 == 0
+    ids = _count_to(size) if aligned else ids
+    rows.set_tile(groups)
+    scores = rows.full(groups, 0.0)
+    for g in range(groups):
+        rows.set_tile(size if aligned else experts)
+        if aligned:
+            mine = rows.columns(choice, g * size, size)
+        else:
+            mine = pypto.where(pypto.eq(group_of, float(g)), choice, DROPPED)
+        total = _sum_of_two_best(mine, ids)
+        rows.set_tile(groups)
+        scores = pypto.where(pypto.eq(group_ids, float(g)), total, scores)
+    return _clip(scores)
 
 
 def _sum_of_two_best(values: Any, ids: Any) -> Any:
@@ -221,10 +221,10 @@ def _take_best(values: Any, ids: Any) -> tuple[Any, Any]:
     return best, pypto.where(pypto.eq(ids, best), DROPPED, values)
 
 
-def _put(column: Any, place: int, tile: Any, ids: Any) -> Any:
-    """tile [rows, n] with [rows, 1] in one of its columns."""
-    places = pypto.view(ids, [1, tile.shape[1]], [0, 0])
-    return pypto.where(pypto.eq(places, float(place)), column, tile)
+def _count_to(size: int) -> Any:
+    """0, 1, ... as fp32 [1, size]. Views of a longer one do not pass the checks after the compiler's last pass."""
+    pypto.set_vec_tile_shapes(_up8(size))
+    return pypto.reshape(pypto.arange(0.0, float(size), 1.0), [1, size])
 
 
 def _weights(scores: Any, problem: RouterProblem) -> Any:

@@ -23,7 +23,7 @@ class RouterCall:
 
     problem: RouterProblem
     tile: RouterTile
-    tensors: tuple[Tensor, ...]  # tokens, router_weight, bias, ids
+    tensors: tuple[Tensor, Tensor, Tensor]  # tokens, router_weight, bias
 
 
 def topk_router(
@@ -75,7 +75,7 @@ def prepare(
     else:
         bias = correction_bias.float().reshape(1, experts)
     kept = topk_group or 1
-    if not n_group or kept >= n_group:  # all groups are kept
+    if not n_group or kept >= n_group or n_group == experts:  # all groups are kept, or each is an expert
         n_group = kept = 1
     problem = RouterProblem(
         tokens=hidden_states.dtype,
@@ -91,8 +91,7 @@ def prepare(
         routed_scaling_factor=routed_scaling_factor,
         want_logits=want_logits,
     )
-    ids = _ids(experts, hidden_states.device)
-    tensors = (hidden_states.contiguous(), weight.contiguous(), bias.contiguous(), ids)
+    tensors = (hidden_states.contiguous(), weight.contiguous(), bias.contiguous())
     return RouterCall(problem, choose_tile(problem, tokens), tensors)
 
 
@@ -113,9 +112,3 @@ def _kernel(problem: RouterProblem, tile: RouterTile) -> Callable[..., None]:
 
     options: dict[str, Any] = {"device_sched_mode": 1, "stitch_function_max_num": tiling.STITCH, "run_mode": 0}
     return router.build(problem, tile, runtime_options=options)
-
-
-@cache
-def _ids(experts: int, device: torch.device) -> Tensor:
-    """0, 1, ... as the kernel wants it. It cannot count: views of a reshaped pypto.arange come out of shape."""
-    return torch.arange(experts, dtype=torch.float32, device=device).unsqueeze(0)
