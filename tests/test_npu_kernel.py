@@ -41,7 +41,9 @@ def laid_out(weight, transposed):
     return guarded(weight.transpose(1, 2).contiguous())[0].transpose(1, 2) if transposed else guarded(weight)[0]
 
 
-def launched(kernel, x, w13, w2, c, *, transposed=False, preset="auto", passes=virtual.LAST_PASS, swiglu=()):
+def launched(
+    kernel, x, w13, w2, c, *, transposed=False, preset="auto", passes=virtual.LAST_PASS, swiglu=(), whole=True
+):
     """What the kernel writes, with NaN in memory on all sides of every tensor, which must stay where it is."""
     call = launch.prepare(guarded(x)[0], laid_out(w13, transposed), laid_out(w2, transposed), c)
     plan = tiling.choose(call.problem, preset, environ={})
@@ -55,7 +57,7 @@ def launched(kernel, x, w13, w2, c, *, transposed=False, preset="auto", passes=v
     for result in found:
         assert not result.failed
         counts = call.tensors[3].diff().tolist()
-        assert set(result.passed.values()) == {results(call.problem, plan, counts) + order}
+        assert not whole or set(result.passed.values()) == {results(call.problem, plan, counts) + order}
     return out.clone()
 
 
@@ -335,7 +337,7 @@ def test_a_broken_kernel_is_caught(kernel, mutate, monkeypatch):
     x, w13, w2, _ = cases.ffn_inputs(sum(counts) + 2, 40, INTERMEDIATE, counts, torch.float32)  # 2 tail rows
     mutate(kernel, monkeypatch)
     with pytest.raises(AssertionError, match="not close"):
-        assert_right(kernel, x, w13, w2, counts)
+        assert_right(kernel, x, w13, w2, counts, whole=False)
 
 
 def control_flow(kernel, order):
