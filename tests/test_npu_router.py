@@ -259,7 +259,10 @@ BROKEN = {
 
 @pytest.mark.parametrize(("name", "breaks"), BROKEN.values(), ids=BROKEN)
 def test_check_catches_a_broken_kernel(router, monkeypatch, name, breaks):
-    problem = (*given_logits(torch.randn(20, 8).repeat(1, 2)), (torch.randn(8) - 1).repeat(2), 5)  # with ties
+    paired, single = torch.randn(64, 4), torch.randn(64, 8)  # half of the experts with ties, half without
+    logits = torch.cat([paired.repeat_interleave(2, dim=1), single], dim=1)
+    bias = torch.cat([torch.randn(4).repeat_interleave(2), torch.randn(8)]) / 10 - 1.5  # all biased scores below 0
+    problem = (*given_logits(logits), bias, 5)
     options = {**GROUPED, "topk_group": 3}
     if name == "_take_best":
         check(router, *problem, **options)  # the kernel as it is passes
