@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         workload: {plan: Job(counts, plan=plan, **fixed) for plan in plans} for workload, counts in workloads.items()
     }
     flat = [job for by_plan in jobs.values() for job in by_plan.values()]
-    with _progress(len(flat), quiet=arguments.json) as advance:
-        results: dict[Job, Any] = {}
-        for job, result in zip(flat, measure.measure(flat) if arguments.hardware else costs(flat), strict=True):
-            results[job] = result
-            advance()
+    answers: Iterable[Any] = measure.measure(flat) if arguments.hardware else costs(flat)
+    results = dict(zip(flat, _tracked(answers, len(flat), arguments.json), strict=True))
     found = {workload: {plan: results[job] for plan, job in by_plan.items()} for workload, by_plan in jobs.items()}
     if arguments.plot:
         report.plot([cost for by_plan in found.values() for cost in by_plan.values()], arguments.plot)
@@ -88,11 +86,7 @@ def _simulate_router(arguments: argparse.Namespace) -> int:
     jobs = [
         RouterJob(arguments.router, hidden=arguments.hidden, dtype=arguments.dtype, part=part) for part in ROUTER_PARTS
     ]
-    with _progress(len(jobs), quiet=arguments.json) as advance:
-        found = {}
-        for cost in costs(jobs):
-            found[cost.job.plan] = cost
-            advance()
+    found = {cost.job.plan: cost for cost in _tracked(costs(jobs), len(jobs), arguments.json)}
     return _show(report.Simulated({f"{arguments.router} tokens": found}, op="topk_router"), arguments.json)
 
 
@@ -109,23 +103,12 @@ def _show(view: Any, as_json: bool) -> int:
     return 0
 
 
-class _progress:
-    """A bar on stderr, unless quiet."""
+def _tracked(results: Iterable[Any], total: int, quiet: bool) -> Iterable[Any]:
+    """With a bar on stderr, unless quiet."""
+    from rich.console import Console
+    from rich.progress import track
 
-    def __init__(self, total: int, quiet: bool) -> None:
-        self._total, self._quiet = total, quiet
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), disable=self._quiet, transient=True)
-        self._bar.start()
-        task = self._bar.add_task("launches", total=self._total)
-        return lambda: self._bar.advance(task)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    return track(results, "launches", total, console=Console(stderr=True), disable=quiet, transient=True)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ def test_auto_follows_what_the_host_knows():
     assert [choose(Problem(8, 2048, 512, n), environ={}).rows for n in (8, 200, 4000)] == [32, 32, 64]
 
 
+def test_a_plan_is_made_once():
+    """Making one takes longer than launching a kernel."""
+    assert choose(LLADA2) is choose(Problem(**LLADA2.__dict__))
+
+
 def test_presets():
     single, original = (choose(LLADA2, preset, environ={}) for preset in ("single", "llada2_original"))
     assert single.unroll == (1,)

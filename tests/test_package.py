@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "npu_moe_ops"
 # A module imports from lower levels only.
 LEVELS = (
-    {"checks", "npu.toolchain", "npu.tiling"},
+    {"checks", "npu.toolchain", "npu.tiling", "npu.dsl"},
     {"reference", "npu.virtual", "npu.kernel", "npu.router_tiling"},
     {"outputs", "cpu", "routing", "npu.launch", "npu.router", "npu.cost_model"},
     {"npu.router_launch"},

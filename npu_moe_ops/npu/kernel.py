@@ -16,13 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pypto
-import torch
 
+from .dsl import DTYPES, FP32, ND, least
 from .tiling import MatmulTile, Problem, TilePlan, parts, token_k
-
-DTYPES = {torch.bfloat16: pypto.DT_BF16, torch.float16: pypto.DT_FP16, torch.float32: pypto.DT_FP32}
-FP32 = pypto.DT_FP32
-ND = pypto.TileOpFormat.TILEOP_ND
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ def build(
             for b, factor in pypto.loop_unroll(0, units, 1, name="UNIT", idx_name="b", unroll_list=list(plan.unroll)):
                 row = b * plan.rows
                 rows = factor * plan.rows
-                unit = Unit(e, first + row, rows, _least(count - row, rows, plan.rows))
+                unit = Unit(e, first + row, rows, _valid(count - row, rows, plan))
                 if plan.one_graph:
                     gate_up = _up(x, w13, unit, 0, problem, plan)
                     _down(_activate(gate_up, unit, problem, plan, swiglu), w2, unit, 0, out, problem, plan)
@@ -150,7 +146,7 @@ def _activate(gate_up: Any, unit: Unit, problem: Problem, plan: TilePlan, swiglu
 def _weight(weight: Any, expert: Any, k: int, columns: int, part: Any, tile: MatmulTile, transposed: bool) -> Any:
     """Columns part * width and on of one expert's [k, columns], as they lie."""
     first, width = part * tile.width, min(tile.width, columns)
-    valid = width if columns % tile.width == 0 or width == columns else _least(columns - first, width, width)
+    valid = width if columns % tile.width == 0 or width == columns else least(columns - first, width)
     if transposed:
         return pypto.view(weight, [width, k], [expert * columns + first, 0], valid_shape=[valid, k])
     return pypto.view(weight, [k, width], [expert * k, first], valid_shape=[k, valid])
@@ -165,8 +161,6 @@ def _padded(columns: int, tile: MatmulTile) -> int:
     return parts(columns, tile) * min(tile.width, columns)
 
 
-def _least(value: Any, limit: int, step: int) -> Any:
-    """min(value, limit) of a symbol, an int where step 1 makes every tile full."""
-    if step == 1:
-        return limit
-    return min(value, limit) if isinstance(value, int) else value.min(limit)
+def _valid(left: Any, rows: int, plan: TilePlan) -> Any:
+    """Rows of a tile that exist. With units of one row every tile is full, and the compiler is told so."""
+    return rows if plan.rows == 1 else least(left, rows)

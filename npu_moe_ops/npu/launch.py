@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ def grouped_swiglu_ffn(
     swiglu_beta: float,
 ) -> None:
     """Write all rows of out [N, H] on the NPU. Raises toolchain.Missing without pypto or CANN."""
-    op = "grouped_swiglu_ffn"
-    toolchain.require_pypto(op)
-    toolchain.require_cann(op)
     if os.environ.get(VALIDATE, "0") not in ("", "0"):
         checks.offsets(expert_cumsum, len(sorted_tokens))
     call = prepare(sorted_tokens, w13, w2, expert_cumsum)
@@ -61,10 +58,9 @@ def prepare(sorted_tokens: Tensor, w13: Tensor, w2: Tensor, expert_cumsum: Tenso
     """Contiguous 2-D tensors without copying a weight in either layout, and offsets that can do no harm."""
     rows, hidden = sorted_tokens.shape
     experts = expert_cumsum.shape[0] - 1
-    if sorted_tokens.dtype == torch.float64:
-        raise TypeError("grouped_swiglu_ffn: sorted_tokens must be bfloat16, float16 or float32 on 'npu', got float64")
-    w13_flat, w13_transposed = _flat("w13", w13, experts)
-    w2_flat, w2_transposed = _flat("w2", w2, experts)
+    refuse_float64("grouped_swiglu_ffn", "sorted_tokens", sorted_tokens)
+    w13_flat, w13_transposed = _flat("w13", w13)
+    w2_flat, w2_transposed = _flat("w2", w2)
     for name, flat in (("w13", w13_flat), ("w2", w2_flat), ("sorted_tokens", sorted_tokens)):
         if flat.shape[1] > tiling.INNER_AXIS:
             raise ValueError(
@@ -93,15 +89,15 @@ def launch(kernel: Callable[..., None], call: Call, out: Tensor) -> None:
 def _kernel(
     problem: tiling.Problem, plan: tiling.TilePlan, limit: float | None, alpha: float, beta: float
 ) -> Callable[..., None]:
-    toolchain.import_pypto()
+    toolchain.require_npu("grouped_swiglu_ffn")
     from . import kernel
 
-    options: dict[str, Any] = {"device_sched_mode": 1, "stitch_function_max_num": plan.stitch, "run_mode": 0}
-    swiglu = kernel.SwiGLU(limit, alpha, beta)
-    return kernel.build(problem, plan, swiglu, toolchain.must_order_bounds(), runtime_options=options)
+    swiglu, order = kernel.SwiGLU(limit, alpha, beta), toolchain.must_order_bounds()
+    options = toolchain.runtime_options(plan.stitch, simulated=False)
+    return kernel.build(problem, plan, swiglu, order, runtime_options=options)
 
 
-def _flat(name: str, weight: Tensor, experts: int) -> tuple[Tensor, bool]:
+def _flat(name: str, weight: Tensor) -> tuple[Tensor, bool]:
     """The weight as one contiguous matrix, and whether it lies transposed, as Hugging Face's do."""
     if weight.is_contiguous():
         return weight.reshape(-1, weight.shape[-1]), False
@@ -113,6 +109,11 @@ def _flat(name: str, weight: Tensor, experts: int) -> tuple[Tensor, bool]:
         stacklevel=2,
     )
     return weight.contiguous().reshape(-1, weight.shape[-1]), False
+
+
+def refuse_float64(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.float64:
+        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32 on 'npu', got float64")
 
 
 def missing(op: str, piece: str) -> Callable[..., NoReturn]:

@@ -1,6 +1,7 @@
 """The same workloads on a real NPU, timed with its events: what only silicon can tell."""
 
 from collections.abc import Iterator
+from statistics import median
 
 import torch
 
@@ -18,12 +19,13 @@ def measure(jobs: list[Job]) -> Iterator[float]:
     """
     if not hasattr(torch, "npu") or not torch.npu.is_available():
         raise RuntimeError("simulate: --hardware needs an NPU and torch_npu, got none")
-    device = torch.device("npu")
-    calls = [_prepared(job, device) for job in jobs]
-    flush = torch.empty(CACHE, dtype=torch.uint8, device=device)
+    calls = [job.call(torch.randn, "npu") for job in jobs]
+    kernels = [launch.kernel_for(call.problem, job.plan) for call, job in zip(calls, jobs, strict=True)]
+    outs = [torch.empty_like(call.tensors[0]) for call in calls]
+    flush = torch.empty(CACHE, dtype=torch.uint8, device="npu")
     times: list[list[float]] = [[] for _ in jobs]
     for turn in range(ROUNDS + 3):  # the first ones compile and warm up
-        for (kernel, call, out), spent in zip(calls, times, strict=True):
+        for kernel, call, out, spent in zip(kernels, calls, outs, times, strict=True):
             flush.zero_()
             start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -32,17 +34,4 @@ def measure(jobs: list[Job]) -> Iterator[float]:
             end.synchronize()
             if turn >= 3:
                 spent.append(start.elapsed_time(end) * 1000)
-    for spent in times:
-        yield sorted(spent)[len(spent) // 2]
-
-
-def _prepared(job: Job, device: torch.device):  # type: ignore[no-untyped-def]
-    problem = job.problem()
-    tokens = torch.randn(problem.rows, problem.hidden, device=device, dtype=problem.dtype)
-    w13 = torch.randn(problem.experts, problem.hidden, 2 * problem.intermediate, device=device, dtype=problem.dtype)
-    w2 = torch.randn(problem.experts, problem.intermediate, problem.hidden, device=device, dtype=problem.dtype)
-    if job.transposed:
-        w13, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w13, w2))
-    offsets = torch.tensor([0, *job.counts], device=device).cumsum(0)
-    call = launch.prepare(tokens, w13, w2, offsets)
-    return launch.kernel_for(call.problem, job.plan), call, torch.empty_like(tokens)
+    yield from map(median, times)

@@ -1,11 +1,12 @@
 """Costs as a table, as JSON rows, and as a picture of the cores over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-from .simulate import DDR_BYTES, Cost, Job, geometric_mean, ratio
+from .simulate import DDR_BYTES, Cost, Job, ratio
 
 ORIGINAL = "llada2_original"
 CLOCK_MHZ = 1850  # of an A2 cube core: DDR_BYTES a cycle are 1.42 TB/s
@@ -36,25 +37,21 @@ class Simulated:
         ]
 
     def table(self) -> Any:
-        """A line for each workload and plan, with ratios against the published settings where they ran too."""
-        compared = all(ORIGINAL in by_plan for by_plan in self.costs.values())
-        numbers = ["cycles", "DDR floor", "x floor", "cube busy", "leaf kernels", "passes s"]
-        result = _table(f"{self.op}: simulated cycles (pypto's cost model of A2/A3)", numbers, compared)
-        for workload, by_plan in self.costs.items():
-            for plan, cost in by_plan.items():
-                cells = [
-                    f"{cost.cycles:,}",
-                    f"{cost.ddr_floor:,}",
-                    f"{cost.cycles / max(cost.ddr_floor, 1):.2f}",
-                    f"{cost.cube_utilisation:.0%}",
-                    str(cost.leaf_kernels),
-                    f"{cost.passes_s:.2f}",
-                ]
-                if compared and plan != ORIGINAL:
-                    cells += [f"{ratio(cost, by_plan[ORIGINAL], floored):.2f}" for floored in (False, True)]
-                result.add_row(workload, plan, *cells)
-            result.add_section()
-        return result
+        def cells(workload: str, plan: str, cost: Cost) -> dict[str, str]:
+            return {
+                "cycles": f"{cost.cycles:,}",
+                "DDR floor": f"{cost.ddr_floor:,}",
+                "x floor": f"{cost.cycles / max(cost.ddr_floor, 1):.2f}",
+                "cube busy": f"{cost.cube_utilisation:.0%}",
+                "leaf kernels": str(cost.leaf_kernels),
+                "passes s": f"{cost.passes_s:.2f}",
+            }
+
+        def ratios(workload: str, plan: str) -> list[float]:
+            by_plan = self.costs[workload]
+            return [ratio(by_plan[plan], by_plan[ORIGINAL], floored) for floored in (False, True)]
+
+        return _table(f"{self.op}: simulated cycles (pypto's cost model of A2/A3)", self.costs, cells, ratios)
 
     def summary(self) -> list[str]:
         """Geometric means against the published settings, for each other plan."""
@@ -90,17 +87,15 @@ class Measured:
         ]
 
     def table(self) -> Any:
-        compared = all(ORIGINAL in by_plan for by_plan in self.microseconds.values())
-        result = _table("grouped_swiglu_ffn: measured on this NPU", ["us", "DDR floor us", "x floor"], compared)
-        for workload, by_plan in self.microseconds.items():
-            for plan, spent in by_plan.items():
-                floor = self._floor(workload, plan)
-                cells = [f"{spent:,.1f}", f"{floor:,.1f}", f"{spent / floor:.2f}"]
-                if compared and plan != ORIGINAL:
-                    cells += [f"{by_plan[ORIGINAL] / least:.2f}" for least in (spent, max(spent, floor))]
-                result.add_row(workload, plan, *cells)
-            result.add_section()
-        return result
+        def cells(workload: str, plan: str, spent: float) -> dict[str, str]:
+            floor = self._floor(workload, plan)
+            return {"us": f"{spent:,.1f}", "DDR floor us": f"{floor:,.1f}", "x floor": f"{spent / floor:.2f}"}
+
+        def ratios(workload: str, plan: str) -> list[float]:
+            spent, original = (self.microseconds[workload][name] for name in (plan, ORIGINAL))
+            return [original / spent, original / max(spent, self._floor(workload, plan))]
+
+        return _table("grouped_swiglu_ffn: measured on this NPU", self.microseconds, cells, ratios)
 
     def summary(self) -> list[str]:
         lines = []
@@ -123,15 +118,32 @@ def _compared(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _table(title: str, numbers: list[str], compared: bool) -> Any:
+def _table(
+    title: str,
+    results: Mapping[str, Mapping[str, Any]],
+    cells: Callable[[str, str, Any], dict[str, str]],
+    ratios: Callable[[str, str], list[float]],
+) -> Any:
+    """A rich table, a line for each workload and plan; with ratios where the published settings ran everywhere."""
     from rich.table import Table
 
-    result = Table(title=title)
-    for name in ("workload", "plan"):
-        result.add_column(name)
-    for name in numbers + (["times fewer", "floored"] if compared else []):
-        result.add_column(name, justify="right")
-    return result
+    lines = {
+        workload: {plan: cells(workload, plan, result) for plan, result in by_plan.items()}
+        for workload, by_plan in results.items()
+    }
+    if all(ORIGINAL in by_plan for by_plan in results.values()):
+        for workload, by_plan in lines.items():
+            for plan, line in by_plan.items():
+                shown = ["", ""] if plan == ORIGINAL else [f"{value:.2f}" for value in ratios(workload, plan)]
+                line |= zip(("times fewer", "floored"), shown, strict=True)
+    table = Table("workload", "plan", title=title)
+    for name in next(iter(next(iter(lines.values())).values())):
+        table.add_column(name, justify="right")
+    for workload, by_plan in lines.items():
+        for plan, line in by_plan.items():
+            table.add_row(workload, plan, *line.values())
+        table.add_section()
+    return table
 
 
 def plot(costs: Sequence[Cost], path: Path) -> None:

@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pypto
-import torch
 
+from .dsl import DTYPES, FP32, ND, least
 from .router_tiling import RouterProblem, RouterTile
-
-DTYPES = {torch.bfloat16: pypto.DT_BF16, torch.float16: pypto.DT_FP16, torch.float32: pypto.DT_FP32}
-FP32 = pypto.DT_FP32
-ND = pypto.TileOpFormat.TILEOP_ND
+from .tiling import round_up
 
 INFINITY = 1e38  # biased scores are clipped to it: the sum of two is finite still
 DROPPED = -3e38  # below the sum of two of the lowest
@@ -43,7 +40,7 @@ class Memory:
 
     def tile(self, rows: int, columns: int, column: Any, width: int) -> Any:
         """All rows, and those of the columns from `column` on that a matrix of this width has."""
-        valid = [self.valid, _least(width - column, columns)]
+        valid = [self.valid, least(width - column, columns)]
         return pypto.view(self.matrix, [rows, columns], [self.start, column], valid_shape=valid)
 
     def write(self, tile: Any, column: Any = 0) -> None:
@@ -65,7 +62,7 @@ class Rows:
 
     def set_tile(self, columns: int) -> None:
         """For the operations that follow. A row of a tile is a multiple of 32 bytes."""
-        pypto.set_vec_tile_shapes(self.count, _up8(columns))
+        pypto.set_vec_tile_shapes(self.count, round_up(columns, 8))
 
 
 def build(
@@ -138,7 +135,7 @@ def _multiply(tokens: Memory, router_weight: Any, products: Memory, problem: Rou
     for j in pypto.loop(-(-experts // tile.columns), name="COLUMNS", idx_name="j"):
         first = j * tile.columns
         x = tokens.tile(tile.rows, hidden, 0, hidden)
-        weight = Memory(router_weight, first, _least(experts - first, tile.columns))
+        weight = Memory(router_weight, first, least(experts - first, tile.columns))
         pypto.set_cube_tile_shapes([tile.rows, tile.rows], [tile.k0, tile.k1, tile.k1], [tile.columns, tile.columns])
         products.write(pypto.matmul(x, weight.tile(tile.columns, hidden, 0, hidden), FP32, b_trans=True), first)
 
@@ -223,7 +220,7 @@ def _take_best(values: Any, ids: Any) -> tuple[Any, Any]:
 
 def _count_to(size: int) -> Any:
     """0, 1, ... as fp32 [1, size]. Views of a longer one do not pass the checks after the compiler's last pass."""
-    pypto.set_vec_tile_shapes(_up8(size))
+    pypto.set_vec_tile_shapes(round_up(size, 8))
     return pypto.reshape(pypto.arange(0.0, float(size), 1.0), [1, size])
 
 
@@ -235,12 +232,3 @@ def _weights(scores: Any, problem: RouterProblem) -> Any:
 
 def _clip(values: Any) -> Any:
     return pypto.maximum(pypto.minimum(values, INFINITY), -INFINITY)
-
-
-def _least(value: Any, limit: int) -> Any:
-    """min(value, limit), where value is an int or a symbol."""
-    return min(value, limit) if isinstance(value, int) else value.min(limit)
-
-
-def _up8(size: int) -> int:
-    return -(-size // 8) * 8

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import tiling, toolchain
+from .launch import refuse_float64
 from .router_tiling import RouterProblem, RouterTile, choose_tile
 
 MAX_EXPERTS = 8192  # 32 KiB for a row: a few of them, at different stages, fit UB
@@ -39,11 +40,17 @@ def topk_router(
     routed_scaling_factor: float,
 ) -> None:
     """Fill (topk_weights, topk_ids, router_logits) on the NPU. Raises toolchain.Missing without pypto or CANN."""
-    op = "topk_router"
-    toolchain.require_pypto(op)
-    toolchain.require_cann(op)
-    options = (scoring, n_group, topk_group, renormalize, routed_scaling_factor)
-    call = prepare(hidden_states, router_weight, correction_bias, top_k, *options)
+    call = prepare(
+        hidden_states,
+        router_weight,
+        correction_bias,
+        top_k,
+        n_group,
+        topk_group,
+        scoring=scoring,
+        renormalize=renormalize,
+        routed_scaling_factor=routed_scaling_factor,
+    )
     launch(_kernel(call.problem, call.tile), call, result)
 
 
@@ -52,17 +59,16 @@ def prepare(
     router_weight: Tensor,
     correction_bias: Tensor | None,
     top_k: int,
-    scoring: str = "softmax",
     n_group: int | None = 1,
     topk_group: int | None = 1,
-    renormalize: bool = True,
-    routed_scaling_factor: float = 1.0,
-    want_logits: bool = True,
+    **options: Any,
 ) -> RouterCall:
-    """Contiguous tensors, a weight of the tokens' dtype or else of float32, a bias of float32."""
+    """Contiguous tensors, a weight of the tokens' dtype or else of float32, a bias of float32.
+
+    options are fields of RouterProblem.
+    """
     (tokens, hidden), experts = hidden_states.shape, router_weight.shape[0]
-    if hidden_states.dtype == torch.float64:
-        raise TypeError("topk_router: hidden_states must be bfloat16, float16 or float32 on 'npu', got float64")
+    refuse_float64("topk_router", "hidden_states", hidden_states)
     if hidden > tiling.INNER_AXIS:
         raise ValueError(
             f"topk_router: hidden_states must have rows of at most {tiling.INNER_AXIS} elements on 'npu', got {hidden}"
@@ -84,12 +90,9 @@ def prepare(
         hidden=hidden,
         experts=experts,
         top_k=top_k,
-        scoring=scoring,
         n_group=n_group,
         topk_group=kept,
-        renormalize=renormalize,
-        routed_scaling_factor=routed_scaling_factor,
-        want_logits=want_logits,
+        **options,
     )
     tensors = (hidden_states.contiguous(), weight.contiguous(), bias.contiguous())
     return RouterCall(problem, choose_tile(problem, tokens), tensors)
@@ -107,8 +110,7 @@ def launch(kernel: Callable[..., None], call: RouterCall, result: tuple[Tensor, 
 
 @cache
 def _kernel(problem: RouterProblem, tile: RouterTile) -> Callable[..., None]:
-    toolchain.import_pypto()
+    toolchain.require_npu("topk_router")
     from . import router
 
-    options: dict[str, Any] = {"device_sched_mode": 1, "stitch_function_max_num": tiling.STITCH, "run_mode": 0}
-    return router.build(problem, tile, runtime_options=options)
+    return router.build(problem, tile, runtime_options=toolchain.runtime_options(tiling.STITCH, simulated=False))

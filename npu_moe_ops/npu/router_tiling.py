@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import tiling
+from .tiling import CUBE_CORES, L1, round_up
 
 VECTOR_TILE = 16 * 1024  # bytes of scores that a vector task works on; operations of up to so many bytes take as long
 WIDEN_TILE = 64 * 1024  # bytes of widened tokens of a task, beside half as many of narrow ones
@@ -47,11 +47,11 @@ def choose_tile(problem: RouterProblem, tokens: int) -> RouterTile:
     """The smallest of SQUARES whose tasks can run all at once, else the largest. k0 does not depend on T."""
     hidden, experts, size = problem.hidden, problem.experts, problem.weight.itemsize
     for rows, columns in SQUARES:
-        if -(-tokens // rows) * -(-experts // columns) <= tiling.CUBE_CORES:
+        if -(-tokens // rows) * -(-experts // columns) <= CUBE_CORES:
             break
-    columns = min(columns, _up(experts, 16))
-    k0 = min(256 // size, _up(hidden, 16))
-    fits = tiling.L1 // 2 // ((rows + columns) * size)  # half of L1: the other half loads meanwhile
+    columns = min(columns, round_up(experts, 16))
+    k0 = min(256 // size, round_up(hidden, 16))
+    fits = L1 // 2 // ((rows + columns) * size)  # half of L1: the other half loads meanwhile
     loads = -(-hidden // (fits // k0 * k0))
     vector_rows, row = rows, 4 * max(experts, problem.top_k**2 // 2)  # ids keep top_k tiles of top_k columns alive
     while vector_rows > 1 and vector_rows * row > VECTOR_TILE:
@@ -60,11 +60,7 @@ def choose_tile(problem: RouterProblem, tokens: int) -> RouterTile:
         rows=rows,
         columns=columns,
         k0=k0,
-        k1=_up(-(-hidden // loads), k0),  # loads of equal size
+        k1=round_up(-(-hidden // loads), k0),  # loads of equal size
         vector_rows=vector_rows,
-        widen_columns=min(WIDEN_TILE // (4 * rows), _up(hidden, 16)),
+        widen_columns=min(WIDEN_TILE // (4 * rows), round_up(hidden, 16)),
     )
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step

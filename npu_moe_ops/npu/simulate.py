@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,13 +68,23 @@ class Job:
         # The original is simulated as published, without what orders bounds.
         order = toolchain.must_order_bounds() and self.plan != "llada2_original"
         built = kernel.build(problem, plan, kernel.SwiGLU(), order, **virtual.cost_options(plan.stitch))
-        tokens = torch.zeros(problem.rows, self.hidden, dtype=problem.dtype)
-        w13 = torch.zeros(problem.experts, self.hidden, 2 * self.intermediate, dtype=problem.dtype)
-        w2 = torch.zeros(problem.experts, self.intermediate, self.hidden, dtype=problem.dtype)
+        call = self.call(torch.zeros)
+        return built, (*call.tensors, torch.zeros_like(call.tensors[0]))
+
+    def call(self, make: Callable[..., Tensor], device: str = "cpu") -> launch.Call:
+        """The launch, with tensors that `make(*sizes, ...)` fills: torch.zeros, torch.randn."""
+
+        def tensor(*sizes: int) -> Tensor:
+            return make(*sizes, dtype=getattr(torch, self.dtype), device=device)
+
+        experts, hidden, columns = len(self.counts), self.hidden, 2 * self.intermediate
         if self.transposed:
-            w13, w2 = (w.reshape(w.shape[0], w.shape[2], w.shape[1]).transpose(1, 2) for w in (w13, w2))
-        offsets = torch.tensor([0, *self.counts]).cumsum(0)
-        return built, (*launch.prepare(tokens, w13, w2, offsets).tensors, torch.zeros_like(tokens))
+            w13 = tensor(experts, columns, hidden).transpose(1, 2)
+            w2 = tensor(experts, hidden, self.intermediate).transpose(1, 2)
+        else:
+            w13, w2 = tensor(experts, hidden, columns), tensor(experts, self.intermediate, hidden)
+        offsets = torch.tensor([0, *self.counts], device=device).cumsum(0)
+        return launch.prepare(tensor(sum(self.counts), hidden), w13, w2, offsets)
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class RouterJob:
 
     @property
     def weight_bytes(self) -> int:
-        return self.experts * self.hidden * torch.empty((), dtype=getattr(torch, self.dtype)).itemsize
+        return self.experts * self.hidden * int(getattr(torch, self.dtype).itemsize)
 
     def build(self) -> tuple[Any, tuple[Tensor, ...]]:
         from . import router
@@ -249,7 +259,3 @@ def _in_a_process(job: Job | RouterJob) -> Cost:
 def ratio(ours: Cost, theirs: Cost, floored: bool = False) -> float:
     """How many times fewer cycles ours takes; floored: ours never counted below the DDR floor."""
     return theirs.cycles / (max(ours.cycles, ours.ddr_floor) if floored else ours.cycles)
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return float(torch.tensor(list(values), dtype=torch.float64).log().mean().exp())

@@ -9,13 +9,14 @@ of an Ascend 910B (A2) or A3, from pypto's documentation of set_cube_tile_shapes
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 CUBE_CORES = 24
 L0A, L0B, L0C, L1, UB = (kib * 1024 for kib in (64, 64, 128, 512, 192))
 L1_TOKENS = 128 * 1024  # of L1: the token tile; weights get the rest
-VECTOR_TILE = 64 * 1024  # fp32 bytes of one tile: gate, up and a temporary fill UB
+VECTOR_TILE = UB // 3  # fp32 bytes of one tile: gate, up and a temporary fill UB
 INNER_AXIS = 65535  # longest row that the matmul loads
 STITCH = 128  # root functions of one device task; the simulator crashes beyond
 PRESETS = ("auto", "buffered", "single", "llada2_original")
@@ -54,7 +55,6 @@ class MatmulTile:
 
 @dataclass(frozen=True)
 class TilePlan:
-    name: str
     rows: int  # token rows of a unit
     unroll: tuple[int, ...]  # units that one pass takes together, largest first
     up: MatmulTile
@@ -77,7 +77,13 @@ def choose(problem: Problem, preset: str = "auto", environ: Mapping[str, str] = 
     """
     if preset not in PRESETS:
         raise ValueError(f"npu plan: preset must be one of {', '.join(PRESETS)}, got {preset!r}")
-    plan = _overridden(_MAKERS[preset](problem), environ)
+    return _chosen(problem, preset, tuple(environ.get(name) for name in _VARIABLES))
+
+
+@lru_cache(maxsize=4096)  # making one takes longer than launching a kernel
+def _chosen(problem: Problem, preset: str, settings: tuple[str | None, ...]) -> TilePlan:
+    number = {name: _positive(name, text) for name, text in zip(_VARIABLES, settings, strict=True) if text}
+    plan = _overridden(_MAKERS[preset](problem), number)
     check(plan, problem)
     return plan
 
@@ -93,7 +99,7 @@ def check(plan: TilePlan, problem: Problem) -> None:
                 raise ValueError(f"npu plan: {name}.{field} must be a multiple of 16, got {value}")
         if tile.kb % tile.k0 or tile.ka % tile.kb:
             raise ValueError(f"npu plan: {name}.ka must be a multiple of kb, and kb of k0, got {tile}")
-        m = _up16(plan.rows * max(plan.unroll))
+        m = round_up(plan.rows * max(plan.unroll), 16)
         ka = token_k(tile, m, size)
         _at_most(f"{name}: rows * k0", m * tile.k0 * size, L0A, "L0A")
         _at_most(f"{name}: n * k0", tile.n * tile.k0 * size, L0B, "L0B")
@@ -103,7 +109,7 @@ def check(plan: TilePlan, problem: Problem) -> None:
 
 def token_k(tile: MatmulTile, rows: int, itemsize: int) -> int:
     """K of the token tile for so many rows: `ka`, or less where that would leave the weights too little of L1."""
-    fits = L1_TOKENS // (_up16(rows) * tile.kb * itemsize)
+    fits = L1_TOKENS // (round_up(rows, 16) * tile.kb * itemsize)
     return tile.kb * max(1, min(tile.ka // tile.kb, fits))
 
 
@@ -111,28 +117,27 @@ def parts(columns: int, tile: MatmulTile) -> int:
     return -(-columns // tile.width)
 
 
-def _auto(problem: Problem, name: str = "auto", weight_tiles: int = 1) -> TilePlan:
+def _auto(problem: Problem, weight_tiles: int = 1) -> TilePlan:
     """Rows by the mean load of a busy expert, parts so that the units' tasks fill the cube cores."""
     mean = problem.rows / problem.busy
     rows, unroll = (32, (1,)) if mean <= 4 else (32, (2, 1)) if mean < 96 else (64, (2, 1))
-    return _best_parts(problem, name, rows, unroll, weight_tiles)
+    return _best_parts(problem, rows, unroll, weight_tiles)
 
 
 def _buffered(problem: Problem) -> TilePlan:
     """As auto, with weight tiles so small that L1 holds two: one loads while the other is multiplied."""
-    return _auto(problem, "buffered", weight_tiles=2)
+    return _auto(problem, weight_tiles=2)
 
 
 def _single(problem: Problem) -> TilePlan:
     """One variant of each task: the fewest kernels to compile."""
-    return _best_parts(problem, "single", 64, (1,), weight_tiles=1)
+    return _best_parts(problem, 64, (1,), weight_tiles=1)
 
 
 def _llada2_original(problem: Problem) -> TilePlan:
     """The published settings of pypto-gym's llada2_moe_grouped_gemm: an expert's rows in powers of two, split K."""
     k0 = 128 * 2 // problem.dtype.itemsize
     return TilePlan(
-        name="llada2_original",
         rows=1,
         unroll=(64, 32, 16, 8, 4, 2, 1),
         up=MatmulTile(2 * problem.intermediate, 256, k0, 2 * k0, 2 * k0),
@@ -152,20 +157,17 @@ def _llada2_original(problem: Problem) -> TilePlan:
 _MAKERS = {"auto": _auto, "buffered": _buffered, "single": _single, "llada2_original": _llada2_original}
 
 
-def _best_parts(problem: Problem, name: str, rows: int, unroll: tuple[int, ...], weight_tiles: int) -> TilePlan:
-    plans = [_with_parts(problem, name, rows, unroll, count, weight_tiles) for count in range(1, CUBE_CORES // 2 + 1)]
+def _best_parts(problem: Problem, rows: int, unroll: tuple[int, ...], weight_tiles: int) -> TilePlan:
+    plans = [_with_parts(problem, rows, unroll, count, weight_tiles) for count in range(1, CUBE_CORES // 2 + 1)]
     return min(plans, key=lambda plan: _estimate(plan, problem))
 
 
-def _with_parts(
-    problem: Problem, name: str, rows: int, unroll: tuple[int, ...], count: int, weight_tiles: int
-) -> TilePlan:
+def _with_parts(problem: Problem, rows: int, unroll: tuple[int, ...], count: int, weight_tiles: int) -> TilePlan:
     m = rows * max(unroll)
     up = _tile(problem.hidden, 2 * problem.intermediate, m, count, weight_tiles, problem.dtype.itemsize)
     down = _tile(problem.intermediate, problem.hidden, m, count, weight_tiles, problem.dtype.itemsize)
-    columns = min(_up16(problem.intermediate), 512)
+    columns = min(round_up(problem.intermediate, 16), 512)
     return TilePlan(
-        name=name,
         rows=rows,
         unroll=unroll,
         up=up,
@@ -178,12 +180,14 @@ def _with_parts(
 
 
 def _tile(k: int, columns: int, rows: int, count: int, weight_tiles: int, itemsize: int) -> MatmulTile:
-    k0 = min(128 // itemsize, _up16(k))  # whatever the number of rows: the sum over K keeps its order
-    width = _up16(-(-columns // count))
-    n = min(width, 384, L0C // (4 * _up16(rows)), L0B // (k0 * itemsize)) // 16 * 16
-    n = _up16(-(-width // -(-width // n)))
+    k0 = min(128 // itemsize, round_up(k, 16))  # whatever the number of rows: the sum over K keeps its order
+    width = round_up(-(-columns // count), 16)
+    n = min(width, 384, L0C // (4 * round_up(rows, 16)), L0B // (k0 * itemsize)) // 16 * 16
+    n = round_up(-(-width // -(-width // n)), 16)
     steps = -(-k // k0)
-    fits = min((L1 - L1_TOKENS) // weight_tiles // (n * k0 * itemsize), L1_TOKENS // (_up16(rows) * k0 * itemsize))
+    fits = min(
+        (L1 - L1_TOKENS) // weight_tiles // (n * k0 * itemsize), L1_TOKENS // (round_up(rows, 16) * k0 * itemsize)
+    )
     loads = -(-steps // max(1, min(fits, 1024 // k0)))
     kb = k0 * -(-steps // loads)  # of equal size
     return MatmulTile(width, n, k0, kb * loads, kb)
@@ -206,9 +210,8 @@ def _estimate(plan: TilePlan, problem: Problem) -> float:
     return total
 
 
-def _overridden(plan: TilePlan, environ: Mapping[str, str]) -> TilePlan:
+def _overridden(plan: TilePlan, number: Mapping[str, int]) -> TilePlan:
     """The original's variables: tiles to merge into a task, both matmuls' tiles (K of L0; L1 gets 2 K), vector rows."""
-    number = {name: _positive(name, environ[name]) for name in _VARIABLES if environ.get(name)}
     if "PYPTO_CUBE_NBUFFER" in number:
         plan = replace(plan, cube_nbuffer=number["PYPTO_CUBE_NBUFFER"])
     if "PYPTO_VEC_NBUFFER" in number:
@@ -251,5 +254,5 @@ def _at_most(what: str, need: int, limit: int, where: str) -> None:
         raise ValueError(f"npu plan: {what} must fit {where} of {limit} bytes, got {need}; use smaller tiles")
 
 
-def _up16(value: int) -> int:
-    return -(-value // 16) * 16
+def round_up(size: int, step: int) -> int:
+    return -(-size // step) * step

@@ -42,6 +42,18 @@ def require_cann(op: str) -> None:
         )
 
 
+def require_npu(op: str) -> None:
+    """All that a launch needs, and pypto imported."""
+    require_pypto(op)
+    require_cann(op)
+    import_pypto()
+
+
+def runtime_options(stitch: int, simulated: bool) -> dict[str, int]:
+    """Of pypto.frontend.jit, for every kernel. stitch: root functions of one device task."""
+    return {"run_mode": int(simulated), "device_sched_mode": 1, "stitch_function_max_num": stitch}
+
+
 def must_order_bounds() -> bool:
     """Whether a captured kernel may read its loop bounds before the op that computes them has run."""
     return _numbers(importlib.metadata.version("pypto")) < _numbers(WAITS_FOR_BOUNDS)

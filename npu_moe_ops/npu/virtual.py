@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from . import toolchain
+from .tiling import STITCH
 
 ALL_PASSES = ("all",)
 LAST_PASS = ("CodegenPreproc",)
@@ -41,33 +42,35 @@ class Passes:
 NOTHING = Passes(Counter(), Counter())  # what a launch without rows checks
 
 
+@cache
 def start() -> Path:
     """Import pypto with its files in a temporary folder, which goes when the process ends. Returns the folder.
 
     Call it before anything else imports pypto, or every simulation draws pictures. Raises toolchain.Missing.
     """
-    folder = _folder()
+    toolchain.require_pypto("npu simulator")
+    folder = Path(tempfile.mkdtemp(prefix="npu_moe_ops-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # pypto asks torch for an NPU backend otherwise
     os.environ["TILE_FWK_OUTPUT_DIR"] = str(folder)
     os.environ["PYPTO_HOME"] = str(folder / "home")
     os.environ["TILEFWK_CONFIG_PATH"] = str(_config(folder))
-    toolchain.require_pypto("npu simulator")
     toolchain.import_pypto()
     return folder
 
 
 def interpret(kernel: Callable[..., None], tensors: tuple[Tensor, ...]) -> Passes:
     """Run a kernel that was built with `options()` on CPU tensors; its outputs are written."""
-    start()
+    output = start()
     import pypto
 
     _load_calculator()
     kernel._setup_verify_data = _set_tensors  # type: ignore[attr-defined]  # of this kernel; not of the class
-    before = set(_folder().glob("output_*/verify_*"))
+    before = set(output.glob("output_*/verify_*"))
     kernel(*tensors)
     ctypes.CDLL(None).fflush(None)  # the results are still in a buffer of the library
     passed, failed = Counter[str](), Counter[str]()
-    for folder in set(_folder().glob("output_*/verify_*")) - before:
+    for folder in set(output.glob("output_*/verify_*")) - before:
         with open(folder / "verify_result_brief.csv") as rows:
             for row in DictReader(rows):
                 (passed if row["verifyResult"] == "PASS" else failed)[row["passName"]] += 1
@@ -76,10 +79,9 @@ def interpret(kernel: Callable[..., None], tensors: tuple[Tensor, ...]) -> Passe
     return Passes(passed, failed)
 
 
-def options(passes: tuple[str, ...] = LAST_PASS, stitch: int = 128) -> dict[str, Any]:
+def options(passes: tuple[str, ...] = LAST_PASS, stitch: int = STITCH) -> dict[str, Any]:
     """Options of pypto.frontend.jit for a kernel to interpret."""
-    return {
-        "runtime_options": {"run_mode": 1, "device_sched_mode": 1, "stitch_function_max_num": stitch},
+    return cost_options(stitch) | {
         "verify_options": {
             "enable_pass_verify": True,
             "pass_verify_save_tensor": False,
@@ -89,19 +91,11 @@ def options(passes: tuple[str, ...] = LAST_PASS, stitch: int = 128) -> dict[str,
     }
 
 
-def cost_options(stitch: int = 128) -> dict[str, Any]:
+def cost_options(stitch: int = STITCH) -> dict[str, Any]:
     """Options for a kernel to put through the cost model."""
-    return {"runtime_options": {"run_mode": 1, "device_sched_mode": 1, "stitch_function_max_num": stitch}}
+    return {"runtime_options": toolchain.runtime_options(stitch, simulated=True)}
 
 
-@cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="npu_moe_ops-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@cache
 def _config(folder: Path) -> Path:
     """The wheel's configuration without the pictures that it draws after each simulation (most of the time)."""
     original = Path(str(distribution("pypto").locate_file("pypto"))) / "lib/configs/tile_fwk_config.json"
