@@ -41,11 +41,18 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., None]]] = {
     "CPU": {"grouped_swiglu_ffn": cpu.grouped_swiglu_ffn},
     "PrivateUse1": {
         "grouped_swiglu_ffn": npu.grouped_swiglu_ffn,
-        "grouped_swiglu_ffn_backward": npu.missing("grouped_swiglu_ffn", "backward over npu_grouped_matmul"),
+        "grouped_swiglu_ffn_backward": npu.grouped_swiglu_ffn_backward,
         "topk_router": npu.topk_router,
-        "permute": npu.missing("permute", "call of npu_moe_init_routing_v2"),
-        "unpermute": npu.missing("unpermute", "call of npu_moe_token_unpermute"),
+        "permute": npu.permute,
+        "unpermute": npu.unpermute,
     },
+}
+LOWERINGS: dict[str, Callable[..., Any]] = {  # to a GE graph
+    "grouped_swiglu_ffn": npu.lowering.grouped_swiglu_ffn,
+    "grouped_swiglu_ffn_backward": npu.lowering.grouped_swiglu_ffn_backward,
+    "topk_router": npu.lowering.topk_router,
+    "permute": npu.lowering.permute,
+    "unpermute": npu.lowering.unpermute,
 }
 AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "privateuse1": "AutocastPrivateUse1"}
 
@@ -96,6 +103,21 @@ for _key, _table in IMPLEMENTATIONS.items():
         library.impl(_name, _kernel(_name, _compute), _key)
     if "grouped_swiglu_ffn" in _table:
         library.impl("grouped_swiglu_ffn.out", _ffn_out_kernel(_table["grouped_swiglu_ffn"]), _key)
+
+
+def _converter(name: str, lower: Callable[..., Any]) -> Callable[..., Any]:
+    """What torchair.register_fx_node_ge_converter leaves at an op; put there without importing torchair."""
+    defaults = _defaults(name)
+
+    def converter(*args: Any, **options: Any) -> Any:
+        return lower(*args, **(defaults | options))
+
+    converter.require_meta = False  # type: ignore[attr-defined]
+    return converter
+
+
+for _name, _lower in LOWERINGS.items():
+    getattr(op, _name).default._ge_converter = _converter(_name, _lower)
 
 
 # Gradients. The FFN's is an op of its own, so that a compiled backward has one node for it too; the

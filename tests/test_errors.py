@@ -364,18 +364,25 @@ def test_out():
         function(**arguments)
 
 
-def test_the_npu_says_what_is_missing():
+def test_the_npu_says_what_is_missing(monkeypatch):
     """Reached through the dispatch table; torch_npu is not installed here."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-    for function, arguments in (ffn(), router()):
-        with pytest.raises(RuntimeError, match=r"(pypto|CANN) .*must be .* for tensors on 'npu'"):
+    function, arguments = ffn()
+    with pytest.raises(RuntimeError, match=r"(pypto|CANN) .*must be .* for tensors on 'npu'"):
+        function.default.redispatch(key, *arguments.values())
+    grad_out = torch.randn(N, H), *arguments.values(), [True] * 3
+    backward = op.grouped_swiglu_ffn_backward, dict(enumerate(grad_out))
+    for function, arguments in (router(), permute(), unpermute(), backward):
+        with pytest.raises(RuntimeError, match="torch_npu must be imported for tensors on 'npu', but it is not"):
             function.default.redispatch(key, *arguments.values())
-    for (function, arguments), missing in (
-        (permute(), "npu_moe_init_routing_v2"),
-        (unpermute(), "npu_moe_token_unpermute"),
-    ):
-        with pytest.raises(NotImplementedError, match=f"npu_moe_ops has no .*{missing} yet"):
-            function.default.redispatch(key, *arguments.values())
+    monkeypatch.setenv("NPU_MOE_ROUTER", "pypto")
+    function, arguments = router()
+    with pytest.raises(RuntimeError, match=r"topk_router: (pypto|CANN) .*must be .* for tensors on 'npu'"):
+        function.default.redispatch(key, *arguments.values())
+    monkeypatch.setenv("NPU_MOE_ROUTER", "torch")
+    with pytest.raises(ValueError, match="topk_router: NPU_MOE_ROUTER must be cann or pypto, got 'torch'"):
+        function.default.redispatch(key, *arguments.values())
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="w13 must be"):  # what is wrong anyway comes first
         op.grouped_swiglu_ffn.default.redispatch(key, *ffn(w13=torch.randn(E, H + 1, 2 * I))[1].values())
 

@@ -8,13 +8,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from . import tiling, toolchain
+from . import cann, tiling, toolchain
 
 PLAN = "NPU_MOE_PLAN"
 VALIDATE = "NPU_MOE_VALIDATE"
@@ -58,7 +57,7 @@ def prepare(sorted_tokens: Tensor, w13: Tensor, w2: Tensor, expert_cumsum: Tenso
     """Contiguous 2-D tensors without copying a weight in either layout, and offsets that can do no harm."""
     rows, hidden = sorted_tokens.shape
     experts = expert_cumsum.shape[0] - 1
-    refuse_float64("grouped_swiglu_ffn", "sorted_tokens", sorted_tokens)
+    cann.refuse_float64("grouped_swiglu_ffn", "sorted_tokens", sorted_tokens.dtype)
     w13_flat, w13_transposed = _flat("w13", w13)
     w2_flat, w2_transposed = _flat("w2", w2)
     for name, flat in (("w13", w13_flat), ("w2", w2_flat), ("sorted_tokens", sorted_tokens)):
@@ -70,8 +69,13 @@ def prepare(sorted_tokens: Tensor, w13: Tensor, w2: Tensor, expert_cumsum: Tenso
     problem = tiling.Problem(
         experts, hidden, w13.shape[-1] // 2, rows, sorted_tokens.dtype, w13_transposed, w2_transposed
     )
-    offsets = expert_cumsum.clamp(0, rows).to(torch.int32).cummax(0).values
-    return Call(problem, (sorted_tokens.contiguous(), w13_flat, w2_flat, offsets))
+    tensors = (sorted_tokens.contiguous(), w13_flat, w2_flat, safe_offsets(expert_cumsum, rows))
+    return Call(problem, tensors)
+
+
+def safe_offsets(expert_cumsum: Tensor, rows: int) -> Tensor:
+    """As int32. Bad values can do no harm: all lie within [0, rows] and never fall."""
+    return expert_cumsum.clamp(0, rows).to(torch.int32).cummax(0).values
 
 
 def launch(kernel: Callable[..., None], call: Call, out: Tensor) -> None:
@@ -109,18 +113,3 @@ def _flat(name: str, weight: Tensor) -> tuple[Tensor, bool]:
         stacklevel=2,
     )
     return weight.contiguous().reshape(-1, weight.shape[-1]), False
-
-
-def refuse_float64(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype == torch.float64:
-        raise TypeError(f"{op}: {name} must be bfloat16, float16 or float32 on 'npu', got float64")
-
-
-def missing(op: str, piece: str) -> Callable[..., NoReturn]:
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(
-            f"{op}: npu_moe_ops has no {piece} yet; tensors on 'npu' cannot be used here. "
-            f"Move them to the CPU, where every op of npu_moe_ops runs"
-        )
-
-    return refuse

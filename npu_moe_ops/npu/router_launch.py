@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tiling, toolchain
-from .launch import refuse_float64
+from . import cann, tiling, toolchain
 from .router_tiling import RouterProblem, RouterTile, choose_tile
 
 MAX_EXPERTS = 8192  # 32 KiB for a row: a few of them, at different stages, fit UB
@@ -68,7 +67,7 @@ def prepare(
     options are fields of RouterProblem.
     """
     (tokens, hidden), experts = hidden_states.shape, router_weight.shape[0]
-    refuse_float64("topk_router", "hidden_states", hidden_states)
+    cann.refuse_float64("topk_router", "hidden_states", hidden_states.dtype)
     if hidden > tiling.INNER_AXIS:
         raise ValueError(
             f"topk_router: hidden_states must have rows of at most {tiling.INNER_AXIS} elements on 'npu', got {hidden}"
@@ -80,9 +79,7 @@ def prepare(
         bias = torch.empty(1, 1, device=hidden_states.device)  # not read
     else:
         bias = correction_bias.float().reshape(1, experts)
-    kept = topk_group or 1
-    if not n_group or kept >= n_group or n_group == experts:  # all groups are kept, or each is an expert
-        n_group = kept = 1
+    n_group, kept = cann.groups(experts, n_group, topk_group)
     problem = RouterProblem(
         tokens=hidden_states.dtype,
         weight=weight.dtype,

@@ -1,9 +1,11 @@
-"""pypto: is it there, is it new enough, and which version has which hazard. The one place that knows versions."""
+"""pypto and torch_npu: are they there and new enough? Which version has which hazard? The one place that knows."""
 
 import importlib
 import importlib.metadata
 import logging
 import os
+import sys
+from collections.abc import Callable
 from types import ModuleType
 
 MINIMUM = "0.2.0"
@@ -42,11 +44,22 @@ def require_cann(op: str) -> None:
         )
 
 
+virtual_npu: Callable[[], None] | None = None  # set by npu_moe_ops.virtual_npu: imports pypto, and interprets kernels
+
+
 def require_npu(op: str) -> None:
     """All that a launch needs, and pypto imported."""
     require_pypto(op)
+    if virtual_npu is not None:
+        virtual_npu()
+        return
     require_cann(op)
     import_pypto()
+
+
+def require_torch_npu(op: str) -> None:
+    if "torch_npu" not in sys.modules:
+        raise Missing(f"{op}: torch_npu must be imported for tensors on 'npu', but it is not; pip install torch-npu")
 
 
 def runtime_options(stitch: int, simulated: bool) -> dict[str, int]:
