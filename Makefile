@@ -8,8 +8,9 @@ READY := .venv/.ready
 demo: $(READY)  ## the main job: an MoE layer of LLaDA2.0-mini's size on real text
 	$(BIN)/python examples/01_quickstart.py
 
-test: $(READY)  ## the whole test suite
+test: $(READY)  ## the whole test suite; the second part with an NPU that is not there
 	$(BIN)/pytest
+	$(BIN)/pytest -p npu_moe_ops.virtual_npu.plugin tests/on_npu
 
 check: lint types package docs  ## everything that is not a test
 
@@ -34,4 +35,5 @@ clean:
 $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[dev]'
+	PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m npu_moe_ops.virtual_npu --install
 	touch $@
