@@ -8,8 +8,6 @@ npu_grouped_matmul, npu_swiglu, npu_clipped_swiglu, npu_moe_gating_top_k, npu_mo
 npu_moe_finalize_routing in torchair/_ge_concrete_graph/ge_converter/custom.
 """
 
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-
 from . import cann
 from .nodes import (
     FULL_OFFSETS,
@@ -17,6 +15,7 @@ from .nodes import (
     OFFSETS,
     ROUTED_IDS,
     Node,
+    always,
     builder,
     ends_of,
     expert_weights,
@@ -69,7 +68,7 @@ def grouped_swiglu_ffn_backward(
     hidden, gate_up = _sizes("grouped_swiglu_ffn_backward", sorted_tokens, w13, w2, expert_cumsum)
     dtype, swiglu = sorted_tokens.dtype, (swiglu_limit, swiglu_alpha, swiglu_beta)
     tensors = (sorted_tokens, w13, w2)
-    if statically_known_true(sorted_tokens.symsize[0] == 0):
+    if always(sorted_tokens.symsize[0] == 0):
         shapes = (t.symsize if asked else [0] for t, asked in zip(tensors, output_mask, strict=True))
         grad_tokens, grad_w13, grad_w2 = (zeros(shape, dtype) for shape in shapes)
         return grad_tokens, grad_w13, grad_w2
@@ -152,7 +151,7 @@ def permute(hidden_states: Node, topk_ids: Node, num_experts: int) -> tuple[Node
     cann.refuse_float64("permute", "hidden_states", hidden_states.meta.dtype)
     cann.refuse_routing(num_experts)
     tokens, top_k = topk_ids.symsize
-    if statically_known_true(tokens * top_k == 0):
+    if always(tokens * top_k == 0):
         offsets = ge.Const([0] * (num_experts + 1), kind("INT32"), node_name=marked(FULL_OFFSETS))
         rows = zeros([0, hidden_states.symsize[1]], hidden_states.dtype)
         return rows, offsets, zeros(topk_ids.symsize, kind("INT64"))
@@ -196,11 +195,11 @@ def unpermute(expert_out: Node, row_of: Node, topk_weights: Node) -> Node:
     ge = builder()
     cann.refuse_float64("unpermute", "expert_out", expert_out.meta.dtype)
     tokens, top_k = row_of.symsize
-    if statically_known_true(top_k == 0):
+    if always(top_k == 0):
         return zeros([tokens, expert_out.symsize[1]], expert_out.dtype)
     slots = ge.Reshape(ge.Transpose(row_of, int32([1, 0])), int32([-1]))
     weights = float32(topk_weights)
-    if made(row_of, FULL_ROWS) and statically_known_true(expert_out.symsize[0] == tokens * top_k):
+    if made(row_of, FULL_ROWS) and always(expert_out.symsize[0] == tokens * top_k):
         rows, source = float32(expert_out), ge.Cast(slots, dst_type=kind("INT32"))
     else:
         zero, nothing = ge.Const(0, kind("INT64")), ge.Const(0.0, kind("FLOAT"))

@@ -1,4 +1,4 @@
-"""Nodes of a GE graph, as lowering.py needs them, over torchair's own builders. Imports torchair when called."""
+"""Nodes of a GE graph, as lowering.py needs them, over torchair's builders, which are imported when called."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +133,13 @@ def marked(name: str) -> str:
 
 def made(tensor: Node, name: str) -> bool:
     return bool(tensor.node.name.startswith(name)) and tensor.tensor.endswith(":0")
+
+
+def always(condition: Any) -> bool:
+    """Whether it holds whatever the symbols in it are; asks for no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def kind(name: str) -> int:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Refused", "capturing", "errors", "graphs", "launch", "start", "view"]
 
-# Said once by torch_npu about itself, whatever the program does.
-UNAVOIDABLE = ((UserWarning, r".*Cannot create tensor with (internal|interal) format.*"),)
+# Said by torch_npu and torchair about themselves, whatever the program does.
+UNAVOIDABLE = (
+    (UserWarning, r".*Cannot create tensor with (internal|interal) format.*"),
+    (UserWarning, r"Your compiler for AOTAutograd is returning a function that doesn't take boxed arguments"),
+)
 _started: list[ModuleType] = []
 
 

@@ -90,6 +90,16 @@ def test_ffn_captured_and_replayed(backend, dynamic):
         assert_ffn(function(x.npu(), *weights, c.npu()), x, w13, w2, counts)
 
 
+def test_transposed_ffn_captured_and_replayed():
+    _, w13, w2, _ = inputs(COUNTS[2], torch.bfloat16)
+    stored = npu(w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous())
+    function = lambda x, a, b, c: op.grouped_swiglu_ffn(x, a.transpose(1, 2), b.transpose(1, 2), c)  # noqa: E731
+    run = compiled(function, "npugraph_ex")
+    for counts in COUNTS[:2]:
+        x, _, _, c = inputs(counts, torch.bfloat16)
+        assert_ffn(run(x.npu(), *stored, c.npu()), x, w13, w2, counts)
+
+
 ROUTERS = (
     {},
     {"renormalize": False, "routed_scaling_factor": 1.5},
@@ -171,6 +181,28 @@ def test_whole_layer(backend):
     for _ in range(2):
         x = torch.randn(7, H)
         torch.testing.assert_close(run(x.npu(), *moved).cpu(), function(x, *weights), rtol=1e-4, atol=1e-4)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(SparseMoE(H, I, E, K, scoring="sigmoid") for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("backend", [None, "npugraph_ex"])
+def test_two_layer_model(backend):
+    model, inputs = Model(), [torch.randn(2, 3, H) for _ in range(2)]
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+        model.npu()
+        run = model if backend is None else compiled(model, backend)
+        for x, right in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(run(x.npu()).cpu(), right, rtol=1e-4, atol=1e-4)
 
 
 GRADIENTS = {

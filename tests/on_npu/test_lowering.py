@@ -4,7 +4,7 @@ import cases
 import oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from npu_moe_ops import SparseMoE, moe
@@ -82,7 +82,7 @@ def test_ffn_is_two_grouped_matmuls(layout, dynamic, npu_graphs):
         assert matmul.inputs["group_list"].type == "Cast"
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data(), st.sampled_from(NPU_DTYPES), st.sampled_from(list(LAYOUTS)), st.sampled_from([False, True, None]))
 def test_ffn_numbers(data, dtype, layout, dynamic):
     torch._dynamo.reset()
@@ -93,7 +93,10 @@ def test_ffn_numbers(data, dtype, layout, dynamic):
         n, data.draw(st.integers(1, 40)), data.draw(st.integers(1, 30)), [0] * experts, dtype
     )
     x[c[-1] :] = torch.nan
-    out = on_npu(compiled(function, dynamic), x, laid(w13), laid(w2), c)
+    weights = laid(w13).npu(), laid(w2).npu()
+    for weight in weights:  # as parameters are; else torchair packs sizes of two dtypes for one transposed expert
+        torch._dynamo.mark_static(weight)
+    out = on_npu(compiled(function, dynamic), x, *weights, c)
     assert_ffn(out, x.nan_to_num(), w13, w2, c.diff().tolist())
 
 
@@ -284,6 +287,64 @@ def test_two_layer_model(dynamic, npu_graphs):
     for graph in npu_graphs:
         assert arithmetic(graph).count("GroupedMatmul") == 8  # the shared expert is one of the op too
         assert arithmetic(graph).count("MoeFinalizeRoutingV2") == 2
+
+
+GRADIENTS = {
+    "plain": {},
+    "clipped": {"swiglu_limit": 0.5, "swiglu_alpha": 1.7, "swiglu_beta": 1.0},
+    "shaped": {"swiglu_alpha": 1.3},
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("swiglu", GRADIENTS.values(), ids=GRADIENTS)
+def test_ffn_gradients(swiglu, layout, dynamic, npu_graphs):
+    """Of every tensor and of each alone: what nobody asks for is not in the graph."""
+    function, laid = LAYOUTS[layout]
+    x, w13, w2, c = cases.ffn_inputs(*cases.SHAPES["tail_rows"])
+    tensors, grad_out = (x, laid(w13), laid(w2)), torch.randn_like(x)
+    compiles = compiled(lambda *a: function(*a, **swiglu), dynamic)
+    for asked in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        leaves = [t.clone().requires_grad_(ask) for t, ask in zip(tensors, asked, strict=True)]
+        moved = [t.npu().requires_grad_(ask) for t, ask in zip(tensors, asked, strict=True)]
+        function(*leaves, c, **swiglu).backward(grad_out)
+        compiles(*moved, c.npu()).backward(grad_out.npu())
+        for ask, leaf, there in zip(asked, leaves, moved, strict=True):
+            assert ask == (there.grad is not None)
+            if ask:
+                torch.testing.assert_close(there.grad.cpu(), leaf.grad, rtol=1e-4, atol=1e-4)
+        matmuls = npu_graphs[-1].types()["GroupedMatmul"]
+        assert matmuls == {(True, True, True): 5, (True, False, False): 3, (False, True, False): 3}.get(asked, 2)
+
+
+def test_gradients_of_no_rows():
+    _, w13, w2, c = cases.ffn_inputs(0, H, I, [0] * E)
+    backward = lambda *a: op.grouped_swiglu_ffn_backward(*a, [False, True, True])  # noqa: E731
+    tokens, up, down = on_npu(compiled(backward), torch.randn(0, H), torch.randn(0, H), w13, w2, c)
+    assert tokens.shape == (0,)
+    assert torch.equal(up, torch.zeros_like(w13))
+    assert torch.equal(down, torch.zeros_like(w2))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model_trains(dynamic, npu_graphs):
+    model, inputs = Model(), [torch.randn(2, tokens, H) for tokens in (5, 7)]
+
+    def gradients(run, place):
+        grads = []
+        for x in inputs:
+            x = x.detach().to(place).requires_grad_()
+            run(x).square().sum().backward()
+            grads += [x.grad.cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad(set_to_none=True)
+        return grads
+
+    expected = gradients(model, "cpu")
+    model.npu()
+    for got, right in zip(gradients(compiled(model, dynamic), "npu"), expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-3)
+    assert len(npu_graphs) == (2 if dynamic else 4)  # forward and backward
 
 
 def refuse(function, *args):

@@ -127,6 +127,14 @@ def _axpy_v2(call: Call) -> Tensor:
     return torch.add(call[0], call[1], alpha=call["alpha"].item())
 
 
+@op("Sxpy")
+def _sxpy(call: Call) -> Tensor:
+    """x1 - alpha * x2: torchair has it for aten.rsub, with x1 and x2 the other way round."""
+    given = [value for value in (call[0], call[1], call.get("alpha")) if value is not None]
+    call.same_dtype(*given)
+    return torch.sub(call[0], call[1], alpha=given[2].item() if len(given) > 2 else 1)
+
+
 @op("Addcmul")
 def _addcmul(call: Call) -> Tensor:
     call.same_dtype(call[0], call["x1"], call["x2"], call["value"])
