@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ON_NPU = {"three-ways.md", "virtual-npu.md"}  # run by tests/on_npu
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SEARCHED = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -45,7 +47,7 @@ def run_page(page):
                     targets = line.removeprefix("$ make ").split("#")[0].split()
                     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
                 elif line.startswith("$ "):
-                    assert shutil.which(line.split()[1]) or line.startswith("$ pip"), line
+                    assert shutil.which(line.split()[1], path=SEARCHED), line
 
 
 def test_both_readmes_show_the_same_code():
