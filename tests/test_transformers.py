@@ -3,6 +3,7 @@
 `python tests/test_transformers.py` writes the table of docs/hugging-face.md anew.
 """
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -275,7 +276,13 @@ RETURNS = (
     "self.act_fn(g) + u",
     "self.act_fn(u) * g",
 )
-SPLITS = ("g, u = x.chunk(2, dim=-1)", "g, u = torch.chunk(x, 2, -1)", "u, g = x.chunk(2, dim=-1)", "g, u = x, x")
+SPLITS = (
+    "g, u = x.chunk(2, dim=-1)",
+    "g, u = torch.chunk(x, 2, -1)",
+    "u, g = x.chunk(2, dim=-1)",
+    "g, u = x, x",
+    "g, u = (x * x).chunk(2, -1)",
+)
 
 
 def test_what_is_taken_for_swiglu_is_swiglu(tmp_path, monkeypatch):
@@ -314,6 +321,33 @@ def test_a_gate_without_source_runs_one_by_one():
     experts = decorated(namespace["gate"])
     assert why_not_fused(experts) == "its _apply_gate is not SwiGLU"
     assert_equals_eager(experts, *tokens())
+
+
+def twice(gate):
+    @functools.wraps(gate)
+    def both(self, x):
+        return 2 * gate(self, x)
+
+    return both
+
+
+@twice
+def decorated_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def test_a_decorated_gate_runs_one_by_one():
+    experts = decorated(decorated_gate)
+    assert why_not_fused(experts) == "its _apply_gate is not SwiGLU"
+    assert_equals_eager(experts, *tokens())
+
+
+def test_gradient_of_a_bias_is_summed_in_fp32():
+    experts, rows = build(*next(pair for pair in EXPERTS if pair[1] == "GptOssExperts")).bfloat16(), 3000
+    args = torch.randn(rows, H).bfloat16(), torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
+    got = results(experts, NAME, *args, torch.ones(rows, H))
+    assert got["down_proj_bias"][0].tolist() == [float(torch.tensor(rows).bfloat16())] * H  # in bf16: stuck at 256
 
 
 class Calls(TorchDispatchMode):

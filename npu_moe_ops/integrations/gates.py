@@ -55,7 +55,7 @@ SIGNATURES = {"clamp": ("min", "max"), "chunk": ("chunks", "dim"), "to": ("dtype
 
 def swiglu_of(apply_gate: Any) -> SwiGLU | None:
     """The SwiGLU that an `_apply_gate` of a class computes, or None if it computes another gate or cannot be read."""
-    if not inspect.isfunction(apply_gate) or hasattr(apply_gate, "__wrapped__"):
+    if not inspect.isfunction(apply_gate) or hasattr(apply_gate, "__wrapped__"):  # its source is not what runs
         return None
     try:
         return _match(_Reader(apply_gate).result())
@@ -68,7 +68,7 @@ class _Reader:
 
     def __init__(self, method: Any) -> None:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-        if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        if not isinstance(function, ast.FunctionDef):
             raise _NotUnderstoodError
         arguments = function.args
         names = [a.arg for a in arguments.args]
