@@ -28,7 +28,7 @@ GENERATIONS = {
     "published": (5, 8, 8, 16, 0.95, False),
     "prompt_fills_a_block": (8, 8, 8, 12, 0.9, False),
     "prompt_fills_two_and_some": (11, 4, 4, 9, 0.5, True),
-    "no_prompt": (0, 4, 3, 7, 0.9, False),
+    "short_prompt": (2, 4, 3, 7, 0.9, False),  # without one, all places of the block would be equally sure
     "fewer_steps_than_tokens": (3, 8, 3, 20, 0.99, True),
     "more_steps_than_tokens": (3, 4, 9, 12, 0.6, False),
     "everything_at_once": (2, 6, 6, 17, 0.0, False),
