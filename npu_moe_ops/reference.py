@@ -29,6 +29,27 @@ def swiglu(gate: Tensor, up: Tensor, limit: float | None, alpha: float, beta: fl
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
+def swiglu_gradient(
+    grad: Tensor, raw_gate: Tensor, raw_up: Tensor, limit: float | None, alpha: float, beta: float
+) -> Tensor:
+    """The gradients of gate and up, side by side, from that of swiglu().
+
+    With s = sigmoid(alpha g) and h = g s (u + beta):
+        dh/dg = s (1 + alpha g (1 - s)) (u + beta),   dh/du = g s,
+    both 0 where a limit cut g or u.
+    """
+    gate, up = raw_gate, raw_up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    s = torch.sigmoid(alpha * gate)
+    d_gate = grad * s * (1 + alpha * gate * (1 - s)) * (up + beta)
+    d_up = grad * gate * s
+    if limit is not None:
+        d_gate = d_gate.masked_fill(raw_gate > limit, 0)
+        d_up = d_up.masked_fill(raw_up.abs() > limit, 0)
+    return torch.cat((d_gate, d_up), dim=-1)
+
+
 def grouped_swiglu_ffn(
     out: Tensor,
     sorted_tokens: Tensor,
@@ -64,9 +85,7 @@ def grouped_swiglu_ffn_backward(
 ) -> None:
     """Write the gradients of (sorted_tokens, w13, w2) that output_mask asks for.
 
-    With s = sigmoid(alpha g) and h = g s (u + beta):
-        dh/dg = s (1 + alpha g (1 - s)) (u + beta),   dh/du = g s,
-    both 0 where a limit cut g or u. gate and up are computed again rather than kept.
+    gate and up are computed again rather than kept.
     """
     c = checks.offsets(expert_cumsum, sorted_tokens.shape[0])
     grad_tokens, grad_w13, grad_w2 = grads
@@ -84,22 +103,13 @@ def grouped_swiglu_ffn_backward(
                     grad[e] = 0
             continue
         x, dy, w1 = (t.to(acc) for t in (sorted_tokens[start:end], grad_out[start:end], w13[e]))
-        raw_gate, raw_up = (x @ w1).chunk(2, dim=-1)
-        gate, up = raw_gate, raw_up
-        if swiglu_limit is not None:
-            gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
-        s = torch.sigmoid(swiglu_alpha * gate)
+        gate, up = (x @ w1).chunk(2, dim=-1)
         if need_w2:
-            h = (gate * s * (up + swiglu_beta)).to(dtype).to(acc)
+            h = swiglu(gate, up, swiglu_limit, swiglu_alpha, swiglu_beta).to(dtype).to(acc)
             grad_w2[e] = (h.t() @ dy).to(dtype)
         if need_tokens or need_w13:
             dh = dy @ w2[e].to(acc).t()
-            d_gate = dh * s * (1 + swiglu_alpha * gate * (1 - s)) * (up + swiglu_beta)
-            d_up = dh * gate * s
-            if swiglu_limit is not None:
-                d_gate = d_gate.masked_fill(raw_gate > swiglu_limit, 0)
-                d_up = d_up.masked_fill(raw_up.abs() > swiglu_limit, 0)
-            d_gate_up = torch.cat((d_gate, d_up), dim=-1)
+            d_gate_up = swiglu_gradient(dh, gate, up, swiglu_limit, swiglu_alpha, swiglu_beta)
             if need_w13:
                 grad_w13[e] = (x.t() @ d_gate_up).to(dtype)
             if need_tokens:

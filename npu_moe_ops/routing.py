@@ -33,10 +33,15 @@ def topk_router(
     if n_group and n_group > 1:
         choice = keep_best_groups(choice, n_group, topk_group or 1)
     topk_ids.copy_(best_first(choice, top_k))
+    topk_weights.copy_(weigh(scores, topk_ids, renormalize, routed_scaling_factor))
+
+
+def weigh(scores: Tensor, topk_ids: Tensor, renormalize: bool, routed_scaling_factor: float) -> Tensor:
+    """Weights of the chosen experts: their scores, divided by their sum if there are several and it is asked for."""
     weights = scores.gather(-1, topk_ids)
-    if renormalize and top_k > 1:
+    if renormalize and topk_ids.shape[-1] > 1:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    topk_weights.copy_(weights * routed_scaling_factor)
+    return weights * routed_scaling_factor
 
 
 def score(router_logits: Tensor, scoring: str) -> Tensor:

@@ -6,9 +6,9 @@ gate and up are computed again rather than kept. No value is copied to the host.
 import torch
 from torch import Tensor
 
-from ..reference import expert_weights
+from ..reference import expert_weights, swiglu_gradient
 from . import cann, toolchain
-from .launch import safe_offsets
+from .launch import safe_offsets, zero_tail
 
 
 def grouped_swiglu_ffn_backward(
@@ -51,9 +51,7 @@ def grouped_swiglu_ffn_backward(
     if need_w13:
         expert_weights(grad_w13, experts).copy_(_by_experts(sorted_tokens, grad_gate_up, ends))
     if need_tokens:
-        tail = torch.arange(rows, device=ends.device) >= ends[-1:]
-        zero = grad_tokens.new_zeros(())
-        grad_tokens.copy_(torch.where(tail.unsqueeze(1), zero, _by_rows(grad_gate_up, up.transpose(1, 2), ends)))
+        zero_tail(grad_tokens, _by_rows(grad_gate_up, up.transpose(1, 2), ends), offsets)
 
 
 def _by_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -86,14 +84,5 @@ def _activation_gradient(grad_h: Tensor, gate_up: Tensor, limit: float | None, a
     if cann.is_plain(limit, alpha, beta):
         grad: Tensor = torch.ops.npu.npu_swiglu_backward(grad_h, gate_up, -1)
         return grad
-    raw_gate, raw_up = gate_up.float().chunk(2, dim=-1)
-    gate, up = raw_gate, raw_up
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    s = torch.sigmoid(alpha * gate)
-    d_gate = grad_h * s * (1 + alpha * gate * (1 - s)) * (up + beta)
-    d_up = grad_h * gate * s
-    if limit is not None:
-        d_gate = d_gate.masked_fill(raw_gate > limit, 0)
-        d_up = d_up.masked_fill(raw_up.abs() > limit, 0)
-    return torch.cat((d_gate, d_up), dim=-1).to(gate_up.dtype)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return swiglu_gradient(grad_h.float(), gate, up, limit, alpha, beta).to(gate_up.dtype)

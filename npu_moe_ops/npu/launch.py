@@ -78,6 +78,12 @@ def safe_offsets(expert_cumsum: Tensor, rows: int) -> Tensor:
     return expert_cumsum.clamp(0, rows).to(torch.int32).cummax(0).values
 
 
+def zero_tail(out: Tensor, rows: Tensor, offsets: Tensor) -> None:
+    """Write rows [N, H] into out; 0 from the last offset on, whatever memory holds there."""
+    tail = torch.arange(len(rows), device=rows.device) >= offsets[-1:]
+    torch.where(tail.unsqueeze(1), rows.new_zeros(()), rows, out=out)
+
+
 def launch(kernel: Callable[..., None], call: Call, out: Tensor) -> None:
     """Rows of no expert are 0: the kernel writes those of the experts only."""
     if not call.problem.rows:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..routing import front_rows
+from ..routing import front_rows, weigh
 from . import cann, router_launch, toolchain
+from .launch import zero_tail
 
 ROUTER = "NPU_MOE_ROUTER"
 
@@ -65,10 +66,7 @@ def topk_router(
     if weighs:
         topk_weights.copy_(weights)
         return
-    weights = scores.gather(-1, topk_ids)
-    if renormalize and top_k > 1:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    torch.mul(weights, routed_scaling_factor, out=topk_weights)
+    topk_weights.copy_(weigh(scores, topk_ids, renormalize, routed_scaling_factor))
 
 
 def permute(result: tuple[Tensor, Tensor, Tensor], hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:
@@ -91,8 +89,7 @@ def permute(result: tuple[Tensor, Tensor, Tensor], hidden_states: Tensor, topk_i
         **cann.INIT_ROUTING,
     )
     expert_cumsum[1:].copy_(counts[:num_experts].cumsum(0))
-    tail = torch.arange(n, device=rows.device) >= expert_cumsum[-1:]
-    torch.where(tail.unsqueeze(1), rows.new_zeros(()), rows, out=sorted_tokens)
+    zero_tail(sorted_tokens, rows, expert_cumsum)
     row = row.view(topk_ids.shape)
     row_of.copy_(torch.where(mine, row, row - n))
 
