@@ -259,10 +259,10 @@ def test_whole_layer(router, dynamic, npu_graphs):
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, layers=2):
         super().__init__()
         options = {"scoring": "sigmoid", "correction_bias": True, "shared_intermediate_size": 10}
-        self.layers = torch.nn.ModuleList(SparseMoE(H, I, E, K, **options) for _ in range(2))
+        self.layers = torch.nn.ModuleList(SparseMoE(H, I, E, K, **options) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -270,10 +270,14 @@ class Model(torch.nn.Module):
         return x
 
 
+# In bf16 a second router would see tokens that differ by a rounding, and could choose other experts.
+@pytest.mark.parametrize(
+    ("dtype", "layers", "tolerance"), [(torch.float32, 2, 1e-4), (torch.bfloat16, 1, 4e-2)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("dynamic", [False, True, "marked"])
-def test_two_layer_model(dynamic, npu_graphs):
-    model = Model().bfloat16()
-    inputs = [torch.randn(2, tokens, H).bfloat16() for tokens in (5, 5, 3)]
+def test_whole_model(dynamic, dtype, layers, tolerance, npu_graphs):
+    model = Model(layers).to(dtype)
+    inputs = [torch.randn(2, tokens, H, dtype=dtype) for tokens in (5, 5, 3)]
     expected = [model(x) for x in inputs]
     model.npu()
     function = compiled(model, None if dynamic == "marked" else dynamic)
@@ -282,11 +286,11 @@ def test_two_layer_model(dynamic, npu_graphs):
             moved = x.npu()
             if dynamic == "marked":
                 torch._dynamo.mark_dynamic(moved, 1)
-            torch.testing.assert_close(function(moved).cpu(), right, rtol=4e-2, atol=4e-2)
+            torch.testing.assert_close(function(moved).cpu(), right, rtol=tolerance, atol=tolerance)
     assert len(npu_graphs) == (2 if dynamic is False else 1)
     for graph in npu_graphs:
-        assert arithmetic(graph).count("GroupedMatmul") == 8  # the shared expert is one of the op too
-        assert arithmetic(graph).count("MoeFinalizeRoutingV2") == 2
+        assert arithmetic(graph).count("GroupedMatmul") == 4 * layers  # the shared expert is one of the op too
+        assert arithmetic(graph).count("MoeFinalizeRoutingV2") == layers
 
 
 GRADIENTS = {
