@@ -104,9 +104,9 @@ def test_patch_and_unpatch(shared, dtype, train):
     assert sum(isinstance(module, PackedExperts) for module in model.modules()) == 2
     got, same = model(x)
     tolerance = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    if dtype != torch.bfloat16:
-        assert torch.equal(same, chosen)
+    equal = (same == chosen).all(dim=-1).all(dim=0)  # in bf16 a rounding may send a token to another expert
+    assert equal.all() if dtype != torch.bfloat16 else equal.sum() >= 10
+    torch.testing.assert_close(got[equal], expected[equal], rtol=tolerance, atol=tolerance)
     assert all(module.training == train for module in model.modules())
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
