@@ -14,6 +14,8 @@ import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..npu import toolchain
 from . import aten, device, stubs, wheel
 from .device import capturing, errors, launch, view
@@ -36,7 +38,7 @@ def start() -> ModuleType:
     """Make 'npu' a device of torch, and return torch_npu. Raises Refused where this cannot be; twice is once."""
     if _started:
         return _started[0]
-    _refuse_real_device()
+    _refuse_what_cannot_be()
     folder = wheel.find()
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # of processes that this one starts
     os.environ["TASK_QUEUE_ENABLE"] = "0"  # or copies happen in another thread, later than they should
@@ -74,11 +76,15 @@ def silence() -> None:
         warnings.filterwarnings("ignore", text, category)
 
 
-def _refuse_real_device() -> None:
+def _refuse_what_cannot_be() -> None:
     if not sys.platform.startswith("linux"):
         raise Refused(f"a virtual NPU needs Linux, got {sys.platform}")
     if "torch_npu" in sys.modules:
         raise Refused("start the virtual NPU before torch_npu is imported")
+    if torch.version.cuda or torch.version.hip:
+        raise Refused(
+            f"torch_npu needs a CPU build of torch, got {torch.__version__}, for GPUs, beside which it crashes"
+        )
     home = os.environ.get("ASCEND_HOME_PATH")
     if home:
         raise Refused(f"CANN is set up here (ASCEND_HOME_PATH={home}): use the real NPU, or unset it")

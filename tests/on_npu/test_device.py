@@ -60,13 +60,16 @@ def test_refuses_a_machine_with_cann():
 
 def test_refuses_where_it_cannot_start(monkeypatch):
     with pytest.raises(Refused, match="before torch_npu is imported"):
-        virtual_npu._refuse_real_device()
+        virtual_npu._refuse_what_cannot_be()
     monkeypatch.delitem(sys.modules, "torch_npu")
     with pytest.raises(Refused, match=r"CANN is set up here \(libascendcl\.so can be loaded\)"):
-        virtual_npu._refuse_real_device()
+        virtual_npu._refuse_what_cannot_be()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(Refused, match=r"needs a CPU build of torch, got 2\..* for GPUs"):
+        virtual_npu._refuse_what_cannot_be()
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(Refused, match="needs Linux, got darwin"):
-        virtual_npu._refuse_real_device()
+        virtual_npu._refuse_what_cannot_be()
 
 
 def test_refuses_without_a_compiler(monkeypatch, tmp_path):
