@@ -1,4 +1,6 @@
-"""The grouped SwiGLU FFN on a CPU, in torch: per expert two products, the activation for many experts at once.
+"""The grouped SwiGLU FFN on a CPU, in torch, for what the native kernel does not do: fp64, and all where it is not built.
+
+Per expert two products, the activation for many experts at once.
 
 fp32 and fp64 multiply as they are. bf16 and fp16 weights are widened to fp32, expert by expert, which
 keeps gate and up in fp32 and is fast: torch's own fp16 product is up to 100 times slower for [H, 2*I]
@@ -15,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, native
 from .reference import accumulate_dtype, expert_weights, swiglu
 
 LARGE_EXPERT = 2**20  # elements of w13[e] from which reading them is what takes the time
@@ -37,6 +39,9 @@ def grouped_swiglu_ffn(
     swiglu_alpha: float,
     swiglu_beta: float,
 ) -> None:
+    swiglu_options = (swiglu_limit, swiglu_alpha, swiglu_beta)
+    if native.grouped_swiglu_ffn_out(out, sorted_tokens, w13, w2, expert_cumsum, *swiglu_options):
+        return
     c = checks.offsets(expert_cumsum, sorted_tokens.shape[0])
     w13, w2 = (expert_weights(w, len(c) - 1) for w in (w13, w2))
     dtype, acc = out.dtype, accumulate_dtype(out.dtype)
@@ -56,7 +61,7 @@ def grouped_swiglu_ffn(
                 x, weight = x.to(acc), _widen(weight, scratch)
             _multiply(x, weight, gate_up[start - first : end - first])
         gate, up = gate_up.chunk(2, dim=-1)
-        h = swiglu(gate, up, swiglu_limit, swiglu_alpha, swiglu_beta).to(dtype)
+        h = swiglu(gate, up, *swiglu_options).to(dtype)
         for e, start, end in experts:
             x, weight = h[start - first : end - first], w2[e]
             if end - start > direct_rows:

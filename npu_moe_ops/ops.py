@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-from . import checks, cpu, npu, outputs, reference, routing, vmap
+from . import checks, cpu, native, npu, outputs, reference, routing, vmap
 
 _FFN = "Tensor sorted_tokens, Tensor w13, Tensor w2, Tensor expert_cumsum"
 _SWIGLU = "float? swiglu_limit=None, float swiglu_alpha=1.0, float swiglu_beta=0.0"
@@ -47,6 +47,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., None]]] = {
         "unpermute": npu.unpermute,
     },
 }
+AT_ONCE: dict[str, dict[str, Callable[..., Any]]] = {  # check, allocate and compute themselves, or answer None
+    "CPU": {"grouped_swiglu_ffn": native.grouped_swiglu_ffn},
+}
 LOWERINGS: dict[str, Callable[..., Any]] = {  # to a GE graph
     "grouped_swiglu_ffn": npu.lowering.grouped_swiglu_ffn,
     "grouped_swiglu_ffn_backward": npu.lowering.grouped_swiglu_ffn_backward,
@@ -62,12 +65,16 @@ for _schema in SCHEMAS:
 op = torch.ops.npu_moe
 
 
-def _kernel(name: str, compute: Callable[..., None] | None) -> Callable[..., Any]:
+def _kernel(
+    name: str, compute: Callable[..., None] | None, at_once: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     check, allocate = getattr(checks, name), getattr(outputs, name)
     defaults = _defaults(name)
 
     def kernel(*args: Any, **options: Any) -> Any:
         options = defaults | options  # the dispatcher leaves out options that equal their defaults
+        if at_once is not None and (result := at_once(*args, **options)) is not None:
+            return result
         check(*args, **options)
         result = allocate(*args, **options)
         if compute is not None:
@@ -100,7 +107,7 @@ for _name, _compute in IMPLEMENTATIONS["CompositeExplicitAutograd"].items():
 torch.library.register_fake("npu_moe::grouped_swiglu_ffn.out", _ffn_out_kernel(None), lib=library)
 for _key, _table in IMPLEMENTATIONS.items():
     for _name, _compute in _table.items():
-        library.impl(_name, _kernel(_name, _compute), _key)
+        library.impl(_name, _kernel(_name, _compute, AT_ONCE.get(_key, {}).get(_name)), _key)
     if "grouped_swiglu_ffn" in _table:
         library.impl("grouped_swiglu_ffn.out", _ffn_out_kernel(_table["grouped_swiglu_ffn"]), _key)
 

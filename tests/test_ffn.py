@@ -11,10 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npu_moe_ops
-from npu_moe_ops import cpu, reference
+from npu_moe_ops import cpu, native, reference
 from npu_moe_ops.testing import TOLERANCE, expert_cumsums, layer_shapes
 
 ffn = torch.ops.npu_moe.grouped_swiglu_ffn
+
+
+@pytest.fixture(scope="module", autouse=True, params=["kernel", "torch"])
+def way(request):
+    """Every test of this file twice: with the native kernel, and as where it cannot be built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native, "_kernel", native.Kernel(None, reason="a test"))
+        yield request.param
 
 
 def assert_right(actual, expected, dtype, times=1):
