@@ -1,7 +1,8 @@
 """The tables of the two sources of this project, made anew: `python examples/tables.py` prints them all.
 
 1. one fixed number of tokens over 2 to 32 experts; 2. dense against MoE with 8 and 16 experts; 3. top_k = 1, 2, 4;
-4. a layer of LLaDA2.0-mini: one expert after the other against grouped_swiglu_ffn.
+4. a layer of LLaDA2.0-mini: one expert after the other against grouped_swiglu_ffn; 5. the same two on the loads that
+trained routers make.
 
 Times are measured here, on the CPU, in rotation, medians. Cycles are simulated: the FFN's NPU kernel in pypto's cost
 model, which knows no HBM limit. Where both stand in a row, they are of the same routing.
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from npu_moe_ops import grouped_swiglu_ffn, moe
 from npu_moe_ops.npu import simulate
+from npu_moe_ops.testing import trained_routings
 
 PUBLISHED = {2: 18.3, 4: 21.5, 8: 25.8, 16: 31.2, 32: 42.5}  # experts: ms of the CANN sample's layer, Ascend 910
 PUBLISHED_GROWTH = PUBLISHED[32] / PUBLISHED[2]
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw latency over experts here")
     args = parser.parse_args()
     torch.manual_seed(0)
-    tables = [over_experts(args), against_dense(args), over_top_k(args), llada2(args)]
+    tables = [over_experts(args), against_dense(args), over_top_k(args), llada2(args), trained(args)]
     for table in tables:
         show(table)
     numbers = {table["name"]: table["rows"] for table in tables}
@@ -66,7 +68,7 @@ def over_experts(args: argparse.Namespace) -> dict:
         cumsum = torch.linspace(0, args.tokens, experts + 1).int()
         timed[str(experts)] = lambda w13=w13, w2=w2, c=cumsum: grouped_swiglu_ffn(x, w13, w2, c)
     seconds = rotate(timed, args.rounds, "experts")
-    cycles = simulated(args, [tuple(even(args.tokens, int(e))) for e in timed])
+    cycles = simulated(args, [tuple(even(args.tokens, int(e))) for e in timed], args.hidden, args.intermediate)
     first = next(iter(timed))
     rows = []
     for experts, count in zip(timed, cycles, strict=True):
@@ -128,16 +130,10 @@ def llada2(args: argparse.Namespace) -> dict:
     x = torch.randn(32 * top_k, h).bfloat16()
     w13, w2 = weights(experts, h, i)
 
-    def loop() -> torch.Tensor:
-        out = torch.zeros_like(x)
-        ends = cumsum.tolist()
-        for e, (start, end) in enumerate(pairwise(ends)):
-            if end > start:
-                gate, up = (x[start:end] @ w13[e]).chunk(2, dim=-1)
-                out[start:end] = F.silu(gate) * up @ w2[e]
-        return out
-
-    timed: Timed = {"loop": loop, "grouped_swiglu_ffn": lambda: grouped_swiglu_ffn(x, w13, w2, cumsum)}
+    timed: Timed = {
+        "loop": lambda: loop(x, w13, w2, cumsum),
+        "grouped_swiglu_ffn": lambda: grouped_swiglu_ffn(x, w13, w2, cumsum),
+    }
     seconds = rotate(timed, args.rounds, "LLaDA2")
     rows = [
         {"FFN": name} | speed(seconds[name], 32) | {"times faster": round(seconds["loop"] / seconds[name], 2)}
@@ -151,6 +147,39 @@ def llada2(args: argparse.Namespace) -> dict:
     return {"name": "llada2", "title": f"32 tokens, {top_k} of {experts} experts, H = {h}, I = {i}", "rows": rows}
 
 
+def trained(args: argparse.Namespace) -> dict:
+    """512 tokens as the routers of examples/llada2/train_tiny.py sent them to 16 experts, and evenly."""
+    h, i, _ = args.llada2
+    routings = {f"layer {n}": ids.flatten() for n, ids in enumerate(trained_routings())}
+    slots = len(routings["layer 0"])
+    counts = {name: torch.bincount(ids, minlength=16) for name, ids in routings.items()}
+    counts |= {"even": torch.full((16,), slots // 16)}
+    x, (w13, w2) = torch.randn(slots, h).bfloat16(), weights(16, h, i)
+    timed: Timed = {}
+    for name, of_expert in counts.items():
+        c = F.pad(of_expert.cumsum(0), (1, 0)).int()
+        timed[f"loop, {name}"] = lambda c=c: loop(x, w13, w2, c)
+        timed[name] = lambda c=c: grouped_swiglu_ffn(x, w13, w2, c)
+    seconds = rotate(timed, args.rounds, "trained loads")
+    cycles = simulated(args, [tuple(of_expert.tolist()) for of_expert in counts.values()], h, i)
+    rows = []
+    for (name, of_expert), count in zip(counts.items(), cycles, strict=True):
+        row = {"loads": name, "fewest rows": of_expert.min().item(), "most rows": of_expert.max().item()}
+        row |= {"loop, ms": round(1e3 * seconds[f"loop, {name}"], 2), "ms": round(1e3 * seconds[name], 2)}
+        rows.append(row | ({"simulated cycles": count} if count else {}))
+    title = f"512 tokens as trained routers send them to 4 of 16 experts, H = {h}, I = {i}"
+    return {"name": "trained", "title": title, "rows": rows}
+
+
+def loop(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, cumsum: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for e, (start, end) in enumerate(pairwise(cumsum.tolist())):
+        if end > start:
+            gate, up = (x[start:end] @ w13[e]).chunk(2, dim=-1)
+            out[start:end] = F.silu(gate) * up @ w2[e]
+    return out
+
+
 def weights(experts: int, hidden: int, intermediate: int) -> tuple[torch.Tensor, torch.Tensor]:
     w13 = torch.randn(experts, hidden, 2 * intermediate) / hidden**0.5
     return w13.bfloat16(), (torch.randn(experts, intermediate, hidden) / intermediate**0.5).bfloat16()
@@ -160,10 +189,10 @@ def even(rows: int, experts: int) -> list[int]:
     return torch.linspace(0, rows, experts + 1).int().diff().tolist()
 
 
-def simulated(args: argparse.Namespace, counts: list[tuple[int, ...]]) -> list[int]:
+def simulated(args: argparse.Namespace, counts: list[tuple[int, ...]], hidden: int, intermediate: int) -> list[int]:
     if args.no_npu:
         return [0] * len(counts)
-    jobs = [simulate.Job(rows, args.hidden, args.intermediate) for rows in counts]
+    jobs = [simulate.Job(rows, hidden, intermediate) for rows in counts]
     return [cost.cycles for cost in track(simulate.costs(jobs), "simulating", total=len(jobs), transient=True)]
 
 

@@ -4,7 +4,9 @@ They shrink to few tokens and experts, and draw what breaks grouped kernels: exp
 the front, in the middle and at the end, one expert with everything, rows of no expert, repeated ids.
 """
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,17 @@ from torch import Tensor
 
 # rtol and atol of the ops against exact arithmetic, for outputs of about 1 (two roundings of bf16 and fp16).
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5, torch.float64: 1e-12}
+
+
+@functools.cache
+def trained_routings() -> Tensor:
+    """Expert ids int64 [3 layers, T=512, K=4] over 16 experts that trained routers chose, for English text.
+
+    Those of examples/llada2/train_tiny.py: sigmoid scores, two groups of four kept, trained with the load-balancing
+    loss. How tokens share experts is not independent of one another, as it is in drawn routings.
+    """
+    layers = Path(__file__).with_name("trained_routings.txt").read_text().split()
+    return torch.tensor([[int(digit, 16) for digit in ids] for ids in layers]).view(len(layers), -1, 4)
 
 
 class LayerShape(NamedTuple):
@@ -44,6 +57,16 @@ def _zipf(draw: DrawFn, experts: int, rows: int) -> list[int]:
     return counts
 
 
+def _trained(draw: DrawFn, experts: int, rows: int) -> list[int]:
+    """The loads of a layer of trained_routings, from the busiest expert down, stretched over the number of experts."""
+    loads = torch.bincount(draw(st.sampled_from(list(trained_routings()))).flatten(), minlength=16).sort().values
+    at = torch.linspace(0, 1, experts) * (len(loads) - 1)
+    shares = torch.lerp(loads[at.floor().long()].float(), loads[at.ceil().long()].float(), at.frac())
+    ends = (shares.cumsum(0) / shares.sum() * rows).round().int().tolist()
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return [counts[e] for e in draw(st.permutations(range(experts)))]
+
+
 def _all_to_one(draw: DrawFn, experts: int, rows: int) -> list[int]:
     counts = [0] * experts
     counts[draw(st.integers(0, experts - 1))] = rows
@@ -68,6 +91,7 @@ _COUNTS: dict[str, Callable[[DrawFn, int, int], list[int]]] = {
     "balanced": _balanced,
     "uneven": _uneven,
     "zipf": _zipf,
+    "trained": _trained,
     "all_to_one": _all_to_one,
     "empty_first": _empty(lambda experts: range((experts + 1) // 2)),
     "empty_middle": _empty(lambda experts: range(experts // 3, max(experts - max(experts // 3, 1), 1))),
@@ -106,7 +130,7 @@ def routings(draw: DrawFn, tokens: int, num_experts: int, top_k: int, *, sentine
     draw the same expert twice.
     """
     slots = tokens * top_k
-    kinds = DISTRIBUTIONS if sentinels else ("balanced", "uneven", "zipf", "all_to_one")
+    kinds = DISTRIBUTIONS if sentinels else ("balanced", "uneven", "zipf", "trained", "all_to_one")
     counts = draw(token_counts(num_experts, slots, draw(st.sampled_from(kinds))))
     ids = [e for e, count in enumerate(counts) for _ in range(count)]
     sentinel = st.sampled_from((-1, num_experts))

@@ -26,7 +26,7 @@ from npu_moe_ops import (
     topk_router,
     unpermute,
 )
-from npu_moe_ops.testing import TOLERANCE, layer_shapes
+from npu_moe_ops.testing import TOLERANCE, layer_shapes, trained_routings
 
 ROUTER = {"scoring": "sigmoid", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
 
@@ -55,6 +55,18 @@ def test_any_shape_of_layer(shape, data):
     scoring = data.draw(st.sampled_from(["softmax", "sigmoid"]))
     out = moe(x, router_weight, w13, w2, k, scoring=scoring)
     torch.testing.assert_close(out, oracle.layer(x, router_weight, w13, w2, k, scoring=scoring))
+
+
+def test_layer_on_trained_routings():
+    """How trained routers share out tokens, through permute, the FFN and unpermute."""
+    for ids in trained_routings():
+        x, weights = torch.randn(len(ids), 24), torch.rand(ids.shape)
+        w13, w2 = torch.randn(16, 24, 20) / 5, torch.randn(16, 10, 24) / 3
+        rows, cumsum, row_of = permute(x, ids, 16)
+        out = unpermute(grouped_swiglu_ffn(rows, w13, w2, cumsum), row_of, weights)
+        t = torch.randint(len(ids), ()).item()
+        exact = sum(w * oracle.ffn_row(x[t], w13[e], w2[e]) for w, e in zip(weights[t], ids[t], strict=True))
+        torch.testing.assert_close(out[t].double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
 def test_one_vector_is_a_batch_of_none():

@@ -6,26 +6,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npu_moe_ops
 from npu_moe_ops import testing
-from npu_moe_ops.testing import DISTRIBUTIONS, token_counts
+from npu_moe_ops.testing import DISTRIBUTIONS, token_counts, trained_routings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "npu_moe_ops"
 # A module imports from lower levels only.
 LEVELS = (
-    {"checks", "npu.toolchain", "npu.tiling", "npu.dsl", "npu.nodes"},
-    {"reference", "npu.virtual", "npu.kernel", "npu.router_tiling", "npu.cann"},
+    {"checks", "native.build", "npu.toolchain", "npu.tiling", "npu.dsl", "npu.nodes"},
+    {"reference", "native.__init__", "npu.virtual", "npu.kernel", "npu.router_tiling", "npu.cann"},
     {"outputs", "cpu", "routing", "npu.launch", "npu.router", "npu.cost_model", "npu.lowering"},
     {"npu.router_launch", "npu.backward"},
     {"npu.routing"},
     {"npu.__init__"},
     {"vmap"},
     {"ops"},
-    {"functional", "losses", "weights"},
+    {"backends", "functional", "losses", "weights"},
     {"layer"},
     {"__init__"},
     {"integrations.__init__", "integrations.packed", "integrations.gates"},
@@ -114,6 +115,15 @@ def test_strategies_give_what_they_say(distribution):
             assert sorted(counts)[:-1] == [0] * (experts - 1)
 
     run()
+
+
+def test_trained_routings():
+    ids = trained_routings()
+    assert ids.shape == (3, 512, 4)
+    assert ids.dtype == torch.int64
+    assert (ids.sort(dim=-1).values.diff(dim=-1) > 0).all()  # four experts a token
+    assert set(ids.flatten().tolist()) == set(range(16))
+    assert ((ids // 4).sort(dim=-1).values.diff(dim=-1) > 0).sum(dim=-1).max() == 1  # of two groups
 
 
 @settings(max_examples=1)
