@@ -1,4 +1,4 @@
-"""The grouped SwiGLU FFN on a CPU, in torch, for what the native kernel does not do: fp64, and all where it is not built.
+"""The grouped SwiGLU FFN on a CPU, in torch, for what the native kernel leaves: fp64; all, where it cannot be built.
 
 Per expert two products, the activation for many experts at once.
 
