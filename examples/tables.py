@@ -10,6 +10,7 @@ model, which knows no HBM limit. Where both stand in a row, they are of the same
 
 import argparse
 import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from npu_moe_ops import grouped_swiglu_ffn, moe
+from npu_moe_ops import backend_info, grouped_swiglu_ffn, moe
 from npu_moe_ops.npu import simulate
 from npu_moe_ops.testing import trained_routings
 
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of the rotation (default %(default)s)")
     parser.add_argument("--no-npu", action="store_true", help="simulate nothing")
     parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--markdown", type=Path, help="write a page with the tables here")
     parser.add_argument("--plot", type=Path, help="draw latency over experts here")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -54,7 +55,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=1) + "\n")
     if args.markdown:
-        args.markdown.write_text("\n".join(markdown(table) for table in tables))
+        args.markdown.write_text(page(tables))
     if args.plot:
         plot(tables[0]["rows"], args.plot)
 
@@ -222,6 +223,25 @@ def show(table: dict) -> None:
     for row in table["rows"]:
         drawn.add_row(*(format_cell(row.get(column)) for column in columns(table["rows"])))
     Console().print(drawn)
+
+
+def page(tables: list[dict]) -> str:
+    """docs/tables.md is one of these."""
+    cpu = next(
+        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    kernel = backend_info()["cpu"]["bfloat16"].rpartition(",")[0]
+    head = f"""# Tables
+
+Made by `python examples/tables.py --markdown docs/tables.md --plot docs/tables.png`, on {cpu or platform.machine()},
+{torch.get_num_threads()} threads, torch {torch.__version__}, {kernel}.
+
+Columns in ms are medians measured on this CPU, in rotation. Cycles are simulated, of the NPU kernel, by a model that
+knows no HBM limit. The machine is shared with others: ratios mean more than times.
+
+![Latency over the number of experts, as published, measured here, and simulated](tables.png)
+"""
+    return "\n".join([head, *(markdown(table) for table in tables)])
 
 
 def markdown(table: dict) -> str:

@@ -46,10 +46,14 @@ def tokenizer_of(folder: Path, vocab_size: int, eos_id: int) -> ByteTokenizer | 
 
 
 def english() -> str:
-    """The text that every Python ships: the topics of its help()."""
+    """The text that every Python ships: the topics of its help(), their prose, a paragraph a line.
+
+    Code, tables and indentation would teach a small model to answer with blanks.
+    """
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics.values())
+    paragraphs = (" ".join(text.split()) for topic in topics.values() for text in topic.split("\n\n"))
+    return "\n".join(text for text in paragraphs if text[-1:] in (".", ":") and len(text) > 80)
 
 
 def batches(tokens: Tensor, sequences: int, length: int, seed: int) -> Iterator[Tensor]:

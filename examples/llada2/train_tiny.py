@@ -58,7 +58,7 @@ class History:
 
 @dataclass(frozen=True)
 class Recipe:
-    steps: int = 600
+    steps: int = 700
     sequences: int = 8
     length: int = 128
     block: int = 8
