@@ -143,21 +143,29 @@ static void one_problem(unsigned seed) {
         auto up_at = [&](int64_t k, int64_t n) { return read(dtype, w13.form.data, e * w13.form.expert + k * w13.form.row + n * w13.form.column); };
         auto down_at = [&](int64_t k, int64_t n) { return read(dtype, w2.form.data, e * w2.form.expert + k * w2.form.row + n * w2.form.column); };
         for (int64_t r = offsets[e]; r < offsets[e + 1]; ++r) {
-            std::vector<double> h(inner);
+            // What rounding may cost is bounded with the sizes of all that was added: sums may cancel, their errors do not.
+            const double one_rounding = std::ldexp(1.0, -24), sum_over_hidden = hidden * one_rounding, sum_over_inner = inner * one_rounding;
+            const double element = dtype == Dtype::fp32 ? 8 * one_rounding : dtype == Dtype::bf16 ? 1.0 / 256 : 1.0 / 2048;
+            std::vector<double> h(inner), slack(inner);
             for (int64_t i = 0; i < inner; ++i) {
-                double gate = 0, up = 0;
+                double gate = 0, up = 0, gate_size = 0, up_size = 0;
                 for (int64_t k = 0; k < hidden; ++k) {
-                    const double x = read(dtype, tokens.data, (r * hidden + k) * step);
-                    gate += x * up_at(k, i), up += x * up_at(k, inner + i);
+                    const double x = read(dtype, tokens.data, (r * hidden + k) * step), g = x * up_at(k, i), u = x * up_at(k, inner + i);
+                    gate += g, up += u, gate_size += std::fabs(g), up_size += std::fabs(u);
                 }
                 if (ffn.has_limit) gate = std::fmin(gate, ffn.limit), up = std::fmax(-ffn.limit, std::fmin(up, ffn.limit));
-                h[i] = gate / (1 + std::exp(-ffn.alpha * gate)) * (up + ffn.beta);
+                const double activated = gate / (1 + std::exp(-ffn.alpha * gate)), factor = up + ffn.beta;
+                h[i] = activated * factor;
+                slack[i] = sum_over_hidden * (1.1 * gate_size * std::fabs(factor) + std::fabs(activated) * up_size) + element * std::fabs(h[i]);
             }
             for (int64_t n = 0; n < hidden; ++n) {
-                double right = 0, size = 0;
-                for (int64_t i = 0; i < inner; ++i) right += h[i] * down_at(i, n), size += std::fabs(h[i] * down_at(i, n));
-                const double unit = dtype == Dtype::fp32 ? 2e-6 : dtype == Dtype::bf16 ? 1.0 / 128 : 1.0 / 1024;
-                if (!(std::fabs(read(dtype, out.data, r * hidden + n) - right) <= unit * (size + std::fabs(right)) + 1e-6))
+                double right = 0, most = 0;
+                for (int64_t i = 0; i < inner; ++i) {
+                    const double weight = down_at(i, n);
+                    right += h[i] * weight;
+                    most += std::fabs(weight) * (slack[i] + sum_over_inner * std::fabs(h[i]));
+                }
+                if (!(std::fabs(read(dtype, out.data, r * hidden + n) - right) <= most + element * std::fabs(right) + 1e-7))
                     fail("wrong", ffn, rows);
             }
         }
