@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lint types package docs clean
+.PHONY: demo bench test check lint types package docs clean
 
 demo: $(READY)  ## the main job: an MoE layer of LLaDA2.0-mini's size on real text
 	$(BIN)/python examples/01_quickstart.py
@@ -11,6 +11,9 @@ demo: $(READY)  ## the main job: an MoE layer of LLaDA2.0-mini's size on real te
 test: $(READY)  ## the whole test suite; the second part with an NPU that is not there
 	$(BIN)/pytest
 	$(BIN)/pytest -p npu_moe_ops.virtual_npu.plugin tests/on_npu
+
+bench: $(READY)  ## the experts of a layer on this CPU, beside other ways and the limits of the machine
+	$(BIN)/python -m npu_moe_ops bench
 
 check: lint types package docs  ## everything that is not a test
 

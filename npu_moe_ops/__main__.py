@@ -1,6 +1,7 @@
-"""python -m npu_moe_ops simulate: what the NPU kernel would cost, on a machine without an NPU."""
+"""python -m npu_moe_ops: `simulate`, what the NPU kernel would cost, and `bench`, what the CPU kernel costs here."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m npu_moe_ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_simulate(commands)
+    _add_bench(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -90,6 +92,54 @@ def _simulate_router(arguments: argparse.Namespace) -> int:
     return _show(report.Simulated({f"{arguments.router} tokens": found}, op="topk_router"), arguments.json)
 
 
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="an MoE layer on this CPU, beside other ways and the machine's limits",
+        description="Time the experts of an MoE layer on this CPU, beside what else is installed and beside the limits "
+        "of the machine, measured in the same run. The defaults are LLaDA2.0-mini's layer: 5 GiB, some minutes.",
+    )
+    bench.add_argument("--tokens", type=_sizes, default=(1, 4, 32, 256, 2048), metavar="T,T,...", help="%(default)s")
+    bench.add_argument("--rounds", type=_size, default=7, help="of the rotation (default: %(default)s)")
+    bench.add_argument("--experts", type=_size, default=256, help="E (default: %(default)s)")
+    bench.add_argument("--hidden", type=_size, default=2048, help="H (default: %(default)s)")
+    bench.add_argument("--intermediate", type=_size, default=512, help="I (default: %(default)s)")
+    bench.add_argument("--top-k", type=_size, default=8, help="experts of a token (default: %(default)s)")
+    bench.add_argument("--threads", type=_size, help="of torch (default: its own choice)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    bench.add_argument("--markdown", type=Path, metavar="FILE", help="write a page with the tables here")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw time over tokens here")
+    bench.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from .bench import measure, report
+    from .bench.peers import Sizes
+
+    if arguments.top_k > arguments.experts:
+        raise ValueError(f"bench: --top-k must be at most --experts = {arguments.experts}, got {arguments.top_k}")
+    for path in (arguments.json, arguments.markdown, arguments.plot):
+        if path and not path.absolute().parent.is_dir():
+            raise ValueError(f"bench: there is no folder {path.absolute().parent}")
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    sizes = Sizes(arguments.experts, arguments.hidden, arguments.intermediate, arguments.top_k)
+    result = measure.measure(sizes, arguments.tokens, arguments.rounds, _progress)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for part in report.console(result):
+        console.print(part)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(report.page(result, arguments.plot.name if arguments.plot else None))
+    if arguments.plot:
+        report.plot(result, arguments.plot)
+    return 0
+
+
 def _show(view: Any, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"rows": view.rows()}))
@@ -105,10 +155,14 @@ def _show(view: Any, as_json: bool) -> int:
 
 def _tracked(results: Iterable[Any], total: int, quiet: bool) -> Iterable[Any]:
     """With a bar on stderr, unless quiet."""
+    return results if quiet else _progress(results, "launches", total)
+
+
+def _progress(steps: Iterable[Any], what: str, total: int) -> Iterable[Any]:
     from rich.console import Console
     from rich.progress import track
 
-    return track(results, "launches", total, console=Console(stderr=True), disable=quiet, transient=True)
+    return track(steps, what, total, console=Console(stderr=True), transient=True)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -119,6 +173,10 @@ def _counts(text: str) -> tuple[int, ...]:
     if min(counts) < 0 or not sum(counts):
         raise argparse.ArgumentTypeError(f"must be integers >= 0, not all 0, got {text!r}")
     return counts
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(piece) for piece in text.split(","))
 
 
 def _size(text: str) -> int:

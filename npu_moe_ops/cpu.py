@@ -1,6 +1,6 @@
-"""The grouped SwiGLU FFN on a CPU, in torch, for what the native kernel leaves: fp64; all, where it cannot be built.
+"""The ops on a CPU: the native kernels, and torch for what they leave: fp64; all, where they cannot be built.
 
-Per expert two products, the activation for many experts at once.
+The FFN in torch: per expert two products, the activation for many experts at once.
 
 fp32 and fp64 multiply as they are. bf16 and fp16 weights are widened to fp32, expert by expert, which
 keeps gate and up in fp32 and is fast: torch's own fp16 product is up to 100 times slower for [H, 2*I]
@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import checks, native
+from . import checks, native, routing
 from .reference import accumulate_dtype, expert_weights, swiglu
 
 LARGE_EXPERT = 2**20  # elements of w13[e] from which reading them is what takes the time
@@ -39,9 +39,21 @@ def grouped_swiglu_ffn(
     swiglu_alpha: float,
     swiglu_beta: float,
 ) -> None:
-    swiglu_options = (swiglu_limit, swiglu_alpha, swiglu_beta)
-    if native.grouped_swiglu_ffn_out(out, sorted_tokens, w13, w2, expert_cumsum, *swiglu_options):
-        return
+    args = (sorted_tokens, w13, w2, expert_cumsum, swiglu_limit, swiglu_alpha, swiglu_beta)
+    if not native.grouped_swiglu_ffn_out(out, *args):
+        in_torch(out, *args)
+
+
+def in_torch(
+    out: Tensor,
+    sorted_tokens: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    expert_cumsum: Tensor,
+    swiglu_limit: float | None,
+    swiglu_alpha: float,
+    swiglu_beta: float,
+) -> None:
     c = checks.offsets(expert_cumsum, sorted_tokens.shape[0])
     w13, w2 = (expert_weights(w, len(c) - 1) for w in (w13, w2))
     dtype, acc = out.dtype, accumulate_dtype(out.dtype)
@@ -61,13 +73,43 @@ def grouped_swiglu_ffn(
                 x, weight = x.to(acc), _widen(weight, scratch)
             _multiply(x, weight, gate_up[start - first : end - first])
         gate, up = gate_up.chunk(2, dim=-1)
-        h = swiglu(gate, up, *swiglu_options).to(dtype)
+        h = swiglu(gate, up, swiglu_limit, swiglu_alpha, swiglu_beta).to(dtype)
         for e, start, end in experts:
             x, weight = h[start - first : end - first], w2[e]
             if end - start > direct_rows:
                 x, weight = x.to(acc), _widen(weight, scratch)
             _multiply(x, weight, out[start:end])
     out[c[-1] :] = 0
+
+
+def topk_router(
+    result: tuple[Tensor, Tensor, Tensor],
+    hidden_states: Tensor,
+    router_weight: Tensor,
+    correction_bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    n_group: int | None,
+    topk_group: int | None,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> None:
+    bias = None if correction_bias is None else correction_bias.float().contiguous()
+    groups = n_group or 1, topk_group or 1
+    rest = scoring == "softmax", renormalize, routed_scaling_factor
+    if not native.run("topk_router", hidden_states, router_weight, bias, *groups, *rest, *result):
+        options = (scoring, n_group, topk_group, renormalize, routed_scaling_factor)
+        routing.topk_router(result, hidden_states, router_weight, correction_bias, top_k, *options)
+
+
+def permute(result: tuple[Tensor, Tensor, Tensor], hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:
+    if not native.run("permute", hidden_states, topk_ids.contiguous(), num_experts, *result):
+        routing.permute(result, hidden_states, topk_ids, num_experts)
+
+
+def unpermute(out: Tensor, expert_out: Tensor, row_of: Tensor, topk_weights: Tensor) -> None:
+    if not native.run("unpermute", expert_out, row_of.contiguous(), topk_weights.float().contiguous(), out):
+        routing.unpermute(out, expert_out, row_of, topk_weights)
 
 
 def _multiply(x: Tensor, weight: Tensor, place: Tensor) -> None:

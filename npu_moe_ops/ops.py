@@ -38,7 +38,12 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., None]]] = {
         "permute": routing.permute,
         "unpermute": routing.unpermute,
     },
-    "CPU": {"grouped_swiglu_ffn": cpu.grouped_swiglu_ffn},
+    "CPU": {
+        "grouped_swiglu_ffn": cpu.grouped_swiglu_ffn,
+        "topk_router": cpu.topk_router,
+        "permute": cpu.permute,
+        "unpermute": cpu.unpermute,
+    },
     "PrivateUse1": {
         "grouped_swiglu_ffn": npu.grouped_swiglu_ffn,
         "grouped_swiglu_ffn_backward": npu.grouped_swiglu_ffn_backward,

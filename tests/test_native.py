@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npu_moe_ops
-from npu_moe_ops import native, reference
+from npu_moe_ops import native, outputs, reference, routing
 from npu_moe_ops.native import build
 
 ROOT = Path(__file__).parent.parent
-PROBLEM = ROOT / "tests/native/ffn_test.cpp"
+PROBLEMS = ROOT / "tests/native"
 # The kernel for AVX512-BF16 with its one instruction spelled out, so that it is tested on CPUs without it too.
 EMULATED = "avx512_bf16_emulated"
 build.ISAS[EMULATED] = [*build.AVX512, "-DNPU_MOE_EMULATE_BF16_DOT"]
@@ -31,9 +31,14 @@ pytestmark = pytest.mark.skipif(not HERE, reason="a CPU that the kernel is not f
 
 
 @pytest.fixture(scope="session", params=HERE)
-def kernel(request):
+def kernel_ops(request):
+    return native.load(request.param, build.library(request.param))
+
+
+@pytest.fixture(scope="session")
+def kernel(kernel_ops):
     """(sorted_tokens, w13, w2, expert_cumsum, limit, alpha, beta) -> Tensor or None."""
-    return native.load(request.param, build.library(request.param)).grouped_swiglu_ffn.default
+    return kernel_ops.grouped_swiglu_ffn.default
 
 
 def run(kernel, x, w13, w2, c, swiglu=(None, 1.0, 0.0)):
@@ -69,27 +74,27 @@ def test_numbers(kernel, data, counts, hidden, intermediate, swiglu, tail):
     expected, size = right(x, w13, w2, c, swiglu)
     assert ((y.double() - expected).abs() <= TOLERANCE[dtype] * size).all()
     assert not y[sum(counts) :].any()
-    if w13.is_contiguous():
+    if w13.is_contiguous() and w2.is_contiguous():
         assert torch.equal(y, run(kernel, x, cases.flat(w13), cases.flat(w2), c, swiglu))
 
 
 @settings(max_examples=40)
 @given(st.data(), COUNTS.filter(any), SIZES, SIZES, SWIGLU)
 def test_a_rows_bits_are_its_own(kernel, data, counts, hidden, intermediate, swiglu):
-    """Whatever rows are beside it, in whichever layout, on however many threads, on every call."""
+    """Whatever rows are beside it, on however many threads, on every call, in either layout."""
     dtype = data.draw(st.sampled_from(list(TOLERANCE)))
     x, w13, w2, c = cases.ffn_inputs(sum(counts), hidden, intermediate, counts, dtype)
+    if data.draw(st.booleans()):
+        w13, w2 = (cases.MEMORY["transposed"](w) for w in (w13, w2))
     y = run(kernel, x, w13, w2, c, swiglu)
     picked = data.draw(st.lists(st.integers(0, len(x) - 1), min_size=1, max_size=20, unique=True).map(sorted))
     expert = torch.bucketize(torch.tensor(picked), c[1:].long(), right=True)
     some = cases.offsets(torch.bincount(expert, minlength=len(counts)).tolist())
-    hugging_face = (cases.MEMORY["transposed"](w) for w in (w13, w2))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(data.draw(st.integers(1, 5)))
         assert torch.equal(run(kernel, x, w13, w2, c, swiglu), y)
         assert torch.equal(run(kernel, x[picked], w13, w2, some, swiglu), y[picked])
-        assert torch.equal(run(kernel, x, *hugging_face, c, swiglu), y)
     finally:
         torch.set_num_threads(threads)
 
@@ -163,34 +168,113 @@ def test_inside_a_parallel_region_and_after_a_fork(kernel):
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("isa", HERE)
-def test_no_byte_outside_is_touched(isa, tmp_path):
+@st.composite
+def routers(draw):
+    """Whole numbers as logits, through the identity: with many equals, and the same on every path."""
+    groups, size = draw(st.sampled_from([(1, 1), (1, 12), (4, 3), (2, 16), (6, 1)]))
+    experts, kept = groups * size, draw(st.integers(1, groups))
+    top_k = draw(st.integers(1, kept * size))
+    x = torch.randint(-3, 4, (draw(st.integers(0, 40)), experts)).float()
+    if len(x) and draw(st.booleans()):
+        x[draw(st.integers(0, len(x) - 1)), draw(st.integers(0, experts - 1))] = torch.nan
+    bias = torch.randint(-2, 3, (experts,)) / 4
+    bias[torch.rand(experts) < 0.1] = -torch.inf
+    scoring, renormalize = draw(st.sampled_from(["softmax", "sigmoid"])), draw(st.booleans())
+    bias = draw(st.sampled_from([None, bias]))
+    return x, torch.eye(experts), bias, top_k, scoring, groups, kept, renormalize, 2.5
+
+
+@settings(max_examples=100)
+@given(routers(), st.sampled_from(list(TOLERANCE)))
+def test_router_chooses_as_in_torch(kernel_ops, args, dtype):
+    x, weight, bias, top_k, scoring, groups, kept, renormalize, factor = args
+    x, weight = x.to(dtype), weight.to(dtype)
+    here, there = (outputs.topk_router(x, weight, bias, top_k) for _ in range(2))
+    options = groups, kept, scoring == "softmax", renormalize, factor
+    assert kernel_ops.topk_router.default(x, weight, bias, *options, *here)
+    routing.topk_router(there, x, weight, bias, top_k, scoring, groups, kept, renormalize, factor)
+    assert torch.equal(here[1], there[1])
+    torch.testing.assert_close(here[0], there[0], equal_nan=True)
+    torch.testing.assert_close(here[2], there[2], rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(1, 200), SIZES, SIZES, st.sampled_from(list(TOLERANCE)))
+def test_a_tokens_routing_is_its_own(kernel_ops, data, tokens, hidden, experts, dtype):
+    x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(experts, hidden).to(dtype)
+    picked = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=20))
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for some in (x, x[picked]):
+            torch.set_num_threads(data.draw(st.integers(1, 4)))
+            result = outputs.topk_router(some, weight, None, min(8, experts))
+            assert kernel_ops.topk_router.default(some, weight, None, 1, 1, True, True, 1.0, *result)
+            found.append(result)
+    finally:
+        torch.set_num_threads(threads)
+    for all_tokens, some in zip(*found, strict=True):
+        assert torch.equal(all_tokens[picked], some)
+
+
+@settings(max_examples=50)
+@given(st.data(), st.integers(0, 60), st.integers(0, 9), SIZES, st.sampled_from(list(TOLERANCE)))
+def test_permute_and_unpermute_as_in_torch(kernel_ops, data, tokens, top_k, hidden, dtype):
+    experts = data.draw(st.sampled_from([1, 3, 8, 300]))
+    x, ids = torch.randn(tokens, hidden).to(dtype), torch.randint(-1, experts + 1, (tokens, top_k))
+    ids = ids.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
+    here, there = (outputs.permute(x, ids, experts) for _ in range(2))
+    assert kernel_ops.permute.default(x, ids, experts, *here)
+    routing.permute(there, x, ids, experts)
+    for ours, theirs in zip(here, there, strict=True):
+        assert torch.equal(ours, theirs)
+    rows, weights = torch.randn(tokens * top_k, hidden).to(dtype), torch.randn(tokens, top_k)
+    one, two = (outputs.unpermute(rows, here[2], weights) for _ in range(2))
+    assert kernel_ops.unpermute.default(rows, here[2], weights, one)
+    routing.unpermute(two, rows, here[2], weights)
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in HERE if isa != EMULATED])
+@pytest.mark.parametrize("kernel_file", ["ffn", "routing"])
+def test_no_byte_outside_is_touched(isa, kernel_file, tmp_path):
+    check_sanitized(isa, kernel_file, tmp_path)
+
+
+@pytest.mark.skipif(EMULATED not in HERE, reason="a CPU without AVX-512")
+def test_no_byte_outside_is_touched_by_dot_products(tmp_path):
+    check_sanitized(EMULATED, "ffn", tmp_path)
+
+
+def check_sanitized(isa, kernel_file, tmp_path):
     """Under AddressSanitizer and UndefinedBehaviorSanitizer, between guard pages."""
     sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    program = compiled(tmp_path, [*build.ISAS[isa], *sanitizers])
-    start = str(torch.randint(10**6, ()).item())
-    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run([program, start, "60"], capture_output=True, text=True, check=False, env=environment)
-    assert (done.returncode, done.stdout) == (0, "60 problems\n"), done.stdout + done.stderr
+    program = compiled(kernel_file, tmp_path, [*build.ISAS[isa], *sanitizers])
+    check_problems([program], os.environ | {"ASAN_OPTIONS": "detect_leaks=0"})
 
 
 @pytest.mark.skipif(
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
     reason="needs g++-aarch64-linux-gnu and qemu-user",
 )
-def test_neon_under_emulation(tmp_path):
-    program = compiled(tmp_path, ["-O2", "-static"], "aarch64-linux-gnu-g++")
-    start = str(torch.randint(10**6, ()).item())
-    done = subprocess.run(["qemu-aarch64", program, start, "40"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "40 problems\n"), done.stdout + done.stderr
+@pytest.mark.parametrize("kernel_file", ["ffn", "routing"])
+def test_neon_under_emulation(kernel_file, tmp_path):
+    program = compiled(kernel_file, tmp_path, ["-O2", "-static"], "aarch64-linux-gnu-g++")
+    check_problems(["qemu-aarch64", program], os.environ)
 
 
-def compiled(folder, flags, cxx=None):
+def compiled(kernel_file, folder, flags, cxx=None):
     common = [flag for flag in build.COMMON if not flag.startswith("-O")]
     command = [cxx or build.compiler(), *common, *build.WARNINGS, "-Werror", *flags]
-    command += [build.SOURCES / "ffn.cpp", PROBLEM, "-o", folder / "ffn_test", "-pthread"]
-    subprocess.run(command, check=True)
-    return folder / "ffn_test"
+    sources = [build.SOURCES / f"{kernel_file}.cpp", PROBLEMS / f"{kernel_file}_test.cpp"]
+    subprocess.run([*command, *sources, "-o", folder / "program", "-pthread"], check=True)
+    return folder / "program"
+
+
+def check_problems(command, environment):
+    start = str(torch.randint(10**6, ()).item())
+    done = subprocess.run([*command, start, "50"], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, "50 problems\n"), done.stdout + done.stderr
 
 
 # How it is built, chosen and refused: in processes of their own.

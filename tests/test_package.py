@@ -20,8 +20,8 @@ PACKAGE = ROOT / "npu_moe_ops"
 LEVELS = (
     {"checks", "native.build", "npu.toolchain", "npu.tiling", "npu.dsl", "npu.nodes"},
     {"reference", "native.__init__", "npu.virtual", "npu.kernel", "npu.router_tiling", "npu.cann"},
-    {"outputs", "cpu", "routing", "npu.launch", "npu.router", "npu.cost_model", "npu.lowering"},
-    {"npu.router_launch", "npu.backward"},
+    {"outputs", "routing", "npu.launch", "npu.router", "npu.cost_model", "npu.lowering"},
+    {"cpu", "npu.router_launch", "npu.backward"},
     {"npu.routing"},
     {"npu.__init__"},
     {"vmap"},
@@ -32,8 +32,10 @@ LEVELS = (
     {"integrations.__init__", "integrations.packed", "integrations.gates"},
     {"integrations.llada2_blocks", "integrations.transformers"},
     {"integrations.llada2"},
-    {"npu.simulate"},
-    {"npu.report", "npu.worker", "npu.measure"},
+    {"npu.simulate", "bench.__init__", "bench.peers"},
+    {"npu.report", "npu.worker", "npu.measure", "bench.kt"},
+    {"bench.measure"},
+    {"bench.report"},
     {"__main__"},
 )
 APART = {"testing"}  # for tests: imports nothing of the package, and nothing imports it

@@ -115,11 +115,14 @@ def grouped_swiglu_ffn(
 
 def grouped_swiglu_ffn_out(out: Tensor, *args: Any) -> bool:
     """Whether the result was written to out."""
-    ops = (_kernel or kernel()).ops
-    if ops is None:
-        return False
     place = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    done: bool = ops.grouped_swiglu_ffn_out.default(*args, place)
+    done = run("grouped_swiglu_ffn_out", *args, place)
     if done and place is not out:
         out.copy_(place)
     return done
+
+
+def run(name: str, *args: Any) -> bool:
+    """Whether the kernel of that name filled the results among its arguments."""
+    ops = (_kernel or kernel()).ops
+    return ops is not None and bool(getattr(ops, name).default(*args))

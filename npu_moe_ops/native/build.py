@@ -117,6 +117,7 @@ def _build(cxx: str, isa: str, extra: tuple[str, ...], path: Path) -> None:
         objects, running = [], []
         for source, flags in (
             ("ffn.cpp", ISAS[isa]),
+            ("routing.cpp", ISAS[isa]),
             ("library.cpp", [f"-DNPU_MOE_ISA={isa}", "-isystem", str(torch_folder / "include")]),
         ):
             objects.append(f"{folder}/{source}.o")

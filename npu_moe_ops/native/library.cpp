@@ -7,12 +7,16 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <optional>
 #include <vector>
 
 #include "ffn.h"
+#include "routing.h"
 
 namespace npu_moe {
 namespace {
@@ -23,6 +27,8 @@ using torch::stable::Tensor;
 void in_pool(int threads, Body body, void* context) {
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { body(context); });
 }
+
+Pool pool() { return {static_cast<int>(torch::stable::get_num_threads()), in_pool}; }
 
 std::optional<Dtype> dtype_of(const Tensor& t) {
     switch (t.scalar_type()) {
@@ -81,7 +87,7 @@ bool ffn_into(const Tensor& out, const Tensor& tokens, const Tensor& w13, const 
     const Ffn problem{*dtype_of(tokens), tokens.const_data_ptr(), tokens.stride(0), tokens.stride(1), *up, *down, out.mutable_data_ptr(),
                   hidden, intermediate, experts, offsets.data(), limit.has_value(), static_cast<float>(limit.value_or(0)),
                   static_cast<float>(alpha), static_cast<float>(beta)};
-    grouped_swiglu_ffn(problem, Pool{static_cast<int>(torch::stable::get_num_threads()), in_pool});
+    grouped_swiglu_ffn(problem, pool());
     const size_t row_bytes = hidden * out.element_size();
     std::memset(static_cast<char*>(out.mutable_data_ptr()) + offsets.back() * row_bytes, 0, (rows - offsets.back()) * row_bytes);
     return true;
@@ -112,6 +118,53 @@ bool ffn_out(Tensor tokens, Tensor w13, Tensor w2, Tensor cumsum, std::optional<
            ffn_into(out, tokens, w13, w2, cumsum, limit, alpha, beta);
 }
 
+// The results of the others are allocated by their callers, who have checked sizes.
+
+bool known(std::initializer_list<const Tensor*> tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](const Tensor* t) { return t->defined() && t->is_cpu() && t->layout() == torch::headeronly::Layout::Strided; });
+}
+
+bool is_block(const Tensor& t, ScalarType type) { return t.scalar_type() == type && t.is_contiguous(); }
+
+bool router(Tensor tokens, Tensor weight, std::optional<Tensor> bias, int64_t groups, int64_t kept_groups, bool softmax, bool renormalize,
+            double factor, Tensor weights, Tensor ids, Tensor logits) {
+    if (!known({&tokens, &weight, &weights, &ids, &logits}) || (bias && !(known({&*bias}) && is_block(*bias, ScalarType::Float)))) return false;
+    const auto token_dtype = dtype_of(tokens), weight_dtype = dtype_of(weight);
+    if (!token_dtype || !weight_dtype || !is_block(weights, ScalarType::Float) || !is_block(ids, ScalarType::Long) ||
+        !is_block(logits, ScalarType::Float))
+        return false;
+    topk_router({*token_dtype, tokens.const_data_ptr(), tokens.stride(0), tokens.stride(1), *weight_dtype,
+                 Matrices{weight.const_data_ptr(), 0, weight.stride(1), weight.stride(0)}, bias ? bias->const_data_ptr<float>() : nullptr,
+                 tokens.size(0), tokens.size(1), weight.size(0), ids.size(1), groups, kept_groups, softmax, renormalize,
+                 static_cast<float>(factor), weights.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>(), logits.mutable_data_ptr<float>()},
+                pool());
+    return true;
+}
+
+bool permuted(Tensor tokens, Tensor ids, int64_t experts, Tensor sorted, Tensor cumsum, Tensor row_of) {
+    if (!known({&tokens, &ids, &sorted, &cumsum, &row_of}) || (tokens.size(1) > 1 && tokens.stride(1) != 1) || !ids.is_contiguous() ||
+        (ids.scalar_type() != ScalarType::Long && ids.scalar_type() != ScalarType::Int) || sorted.size(0) > INT32_MAX ||
+        !is_block(sorted, tokens.scalar_type()) || !is_block(cumsum, ScalarType::Int) || !is_block(row_of, ScalarType::Long))
+        return false;
+    const int64_t element = tokens.element_size();
+    permute({static_cast<const char*>(tokens.const_data_ptr()), tokens.stride(0) * element, tokens.size(1) * element, ids.const_data_ptr(),
+             ids.scalar_type() == ScalarType::Long, ids.size(0), ids.size(1), experts, static_cast<char*>(sorted.mutable_data_ptr()),
+             cumsum.mutable_data_ptr<int32_t>(), row_of.mutable_data_ptr<int64_t>()},
+            pool());
+    return true;
+}
+
+bool unpermuted(Tensor rows, Tensor row_of, Tensor weights, Tensor out) {
+    if (!known({&rows, &row_of, &weights, &out}) || (rows.size(1) > 1 && rows.stride(1) != 1) || !is_block(row_of, ScalarType::Long) ||
+        !is_block(weights, ScalarType::Float) || !is_block(out, rows.scalar_type()))
+        return false;
+    const auto dtype = dtype_of(rows);
+    return dtype && unpermute({*dtype, rows.const_data_ptr(), rows.size(0), rows.stride(0), rows.size(1), row_of.const_data_ptr<int64_t>(),
+                               weights.const_data_ptr<float>(), row_of.size(0), row_of.size(1), out.mutable_data_ptr()},
+                              pool());
+}
+
 }  // namespace
 }  // namespace npu_moe
 
@@ -126,8 +179,18 @@ bool ffn_out(Tensor tokens, Tensor w13, Tensor w2, Tensor cumsum, std::optional<
 DEFINE(LIBRARY(NPU_MOE_ISA), m) {
     m.def("grouped_swiglu_ffn(" FFN_ARGUMENTS ") -> Tensor?");
     m.def("grouped_swiglu_ffn_out(" FFN_ARGUMENTS ", Tensor(a!) out) -> bool");
+    m.def(
+        "topk_router(Tensor hidden_states, Tensor router_weight, Tensor? bias, int groups, int kept_groups, bool softmax, bool renormalize, "
+        "float factor, Tensor(a!) topk_weights, Tensor(b!) topk_ids, Tensor(c!) router_logits) -> bool");
+    m.def(
+        "permute(Tensor hidden_states, Tensor topk_ids, int num_experts, Tensor(a!) sorted_tokens, Tensor(b!) expert_cumsum, "
+        "Tensor(c!) row_of) -> bool");
+    m.def("unpermute(Tensor expert_out, Tensor row_of, Tensor topk_weights, Tensor(a!) out) -> bool");
 }
 IMPLEMENT(LIBRARY(NPU_MOE_ISA), CompositeExplicitAutograd, m) {
     m.impl("grouped_swiglu_ffn", TORCH_BOX(&npu_moe::ffn));
     m.impl("grouped_swiglu_ffn_out", TORCH_BOX(&npu_moe::ffn_out));
+    m.impl("topk_router", TORCH_BOX(&npu_moe::router));
+    m.impl("permute", TORCH_BOX(&npu_moe::permuted));
+    m.impl("unpermute", TORCH_BOX(&npu_moe::unpermuted));
 }

@@ -50,6 +50,8 @@ inline Vec power_of_two(Vec n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
 }
 
+inline Words load_words(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Vec as_floats(Words w) { return _mm256_castsi256_ps(w); }
 inline void store_words(void* p, Words w) { _mm256_storeu_si256(static_cast<__m256i*>(p), w); }
 inline Vec first(Words w, Bf16) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
 inline Vec second(Words w, Bf16) { return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(0xffff0000))); }

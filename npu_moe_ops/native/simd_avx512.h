@@ -47,6 +47,7 @@ inline Vec power_of_two(Vec n) {
 
 // 32-bit words that hold one fp32, or two neighbours of a 16-bit type, the first one low.
 inline Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline Vec as_floats(Words w) { return _mm512_castsi512_ps(w); }
 inline void store_words(void* p, Words w) { _mm512_storeu_si512(p, w); }
 inline Vec first(Words w, Bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
 inline Vec second(Words w, Bf16) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(0xffff0000))); }

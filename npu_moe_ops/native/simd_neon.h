@@ -44,6 +44,8 @@ inline Vec power_of_two(Vec n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
 }
 
+inline Words load_words(const void* p) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p))); }
+inline Vec as_floats(Words w) { return vreinterpretq_f32_u32(w); }
 inline void store_words(void* p, Words w) { vst1q_u32(static_cast<uint32_t*>(p), w); }
 inline Vec first(Words w, Bf16) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }
 inline Vec second(Words w, Bf16) { return vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000))); }

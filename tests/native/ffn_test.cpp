@@ -1,104 +1,39 @@
 // The CPU kernel without torch, for sanitizers and emulators: ffn_test SEED COUNT
 //
 // Each random problem is compared with loops in double precision. Every tensor ends, or begins, at a page that
-// must not be touched. A row alone, other numbers of threads and the other layout must give the same bits.
+// must not be touched. A row alone, other numbers of threads and other gaps in memory must give the same bits.
 
-#include <sys/mman.h>
-#include <unistd.h>
-
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <random>
-#include <thread>
 #include <vector>
 
-#include "../../npu_moe_ops/native/ffn.h"
+#include "given.h"
 
-using namespace npu_moe;
+enum class Order { rows, gaps, columns, columns_apart };  // contiguous in memory, or nothing is
 
-static std::mt19937 rng;
-static int below(int n) { return static_cast<int>(rng() % n); }
-template <size_t N>
-static int one_of(const int (&values)[N]) { return values[below(N)]; }
-
-class Guarded {  // memory between two pages that must not be touched, close to one of them
-public:
-    Guarded(size_t bytes, bool at_end) {
-        const size_t page = sysconf(_SC_PAGESIZE), inside = (bytes + page - 1) / page * page + page;
-        size_ = inside + 2 * page;
-        map_ = static_cast<char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        if (map_ == MAP_FAILED || mprotect(map_ + page, inside, PROT_READ | PROT_WRITE)) std::abort();
-        data = at_end ? map_ + page + inside - bytes : map_ + page;
+struct Weights {  // [E, R, C], with values that do not depend on the order in memory
+    static Matrices strides(Order order, int64_t r, int64_t c) {
+        switch (order) {
+            case Order::rows: return {nullptr, r * c, c, 1};
+            case Order::gaps: return {nullptr, r * c * 2, c * 2, 2};
+            case Order::columns: return {nullptr, r * c, 1, r};
+            case Order::columns_apart: return {nullptr, (r + 3) * c, 1, r + 3};
+        }
+        std::abort();
     }
-    ~Guarded() { munmap(map_, size_); }
-    Guarded(const Guarded&) = delete;
-    char* data;
-
-private:
-    char* map_;
-    size_t size_;
-};
-
-static float widen_bf16(uint16_t x) {
-    const uint32_t bits = uint32_t{x} << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-}
-
-static float widen_half(uint16_t x) {
-    const int exponent = x >> 10 & 31, fraction = x & 1023;
-    const float value = exponent ? std::ldexp(1024.0f + fraction, exponent - 25) : std::ldexp(1.0f * fraction, -24);
-    return x >> 15 ? -value : value;
-}
-
-static uint16_t to_bf16(float f) {
-    uint32_t bits;
-    std::memcpy(&bits, &f, 4);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static uint16_t to_half(float f) {  // of values that are neither huge nor tiny
-    if (std::fabs(f) < 6.2e-5f) return 0;
-    int exponent;
-    const float fraction = std::frexp(std::fabs(f), &exponent);
-    const auto bits = static_cast<uint16_t>(std::nearbyint(std::ldexp(fraction, 11)) + ((exponent + 13) << 10));
-    return static_cast<uint16_t>(bits | (f < 0 ? 0x8000 : 0));
-}
-
-static size_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
-
-static void write(Dtype dtype, void* at, int64_t index, float value) {
-    if (dtype == Dtype::fp32) static_cast<float*>(at)[index] = value;
-    else static_cast<uint16_t*>(at)[index] = dtype == Dtype::bf16 ? to_bf16(value) : to_half(value);
-}
-
-static double read(Dtype dtype, const void* at, int64_t index) {
-    if (dtype == Dtype::fp32) return static_cast<const float*>(at)[index];
-    const uint16_t bits = static_cast<const uint16_t*>(at)[index];
-    return dtype == Dtype::bf16 ? widen_bf16(bits) : widen_half(bits);
-}
-
-static void run_on_threads(int threads, Body body, void* context) {
-    std::vector<std::thread> others;
-    for (int i = 1; i < threads; ++i) others.emplace_back(body, context);
-    body(context);
-    for (auto& thread : others) thread.join();
-}
-
-struct Weights {  // [E, R, C] in one of three memory orders, with values that do not depend on it
-    Weights(Dtype dtype, const std::vector<float>& values, int64_t e, int64_t r, int64_t c, int order, bool at_end)
-        : memory((order == 2 ? 2 * values.size() - 1 : values.size()) * size_of(dtype), at_end) {
-        const int64_t step = order == 2 ? 2 : 1;
-        form = order == 1 ? Matrices{memory.data, r * c, 1, r} : Matrices{memory.data, r * c * step, c * step, step};
+    Weights(Dtype dtype, const std::vector<float>& values, int64_t e, int64_t r, int64_t c, Order order, bool at_end)
+        : form(strides(order, r, c)),
+          memory(((e - 1) * form.expert + (r - 1) * form.row + (c - 1) * form.column + 1) * size_of(dtype), at_end) {
+        form.data = memory.data;
         for (int64_t i = 0; i < e; ++i)
             for (int64_t j = 0; j < r; ++j)
                 for (int64_t k = 0; k < c; ++k)
                     write(dtype, memory.data, i * form.expert + j * form.row + k * form.column, values[(i * r + j) * c + k]);
     }
-    Guarded memory;
     Matrices form;
+    Guarded memory;
 };
 
 static void fail(const char* what, const Ffn& f, int64_t rows) {
@@ -113,9 +48,12 @@ static void one_problem(unsigned seed) {
     rng.seed(seed);
     const Dtype dtype = static_cast<Dtype>(below(3));
     const int64_t experts = 1 + below(4);
-    const int64_t hidden = one_of({1, 2, 7, 15, 16, 17, 33, 64, 65, 128, 129, 200}), inner = one_of({1, 3, 8, 16, 31, 64, 65, 130});
+    const bool long_sums = below(8) == 0;  // which the kernel cuts
+    const int64_t hidden = long_sums ? one_of({1025, 2100}) : one_of({1, 2, 7, 15, 16, 17, 33, 64, 65, 128, 129, 200});
+    const int64_t inner = one_of({1, 3, 8, 16, 31, 64, 65, 130});
     std::vector<int64_t> offsets{0};
-    for (int64_t e = 0; e < experts; ++e) offsets.push_back(offsets.back() + one_of({0, 0, 1, 2, 3, 5, 6, 7, 12, 13, 40, 97}));
+    for (int64_t e = 0; e < experts; ++e)
+        offsets.push_back(offsets.back() + (long_sums ? one_of({0, 1, 2, 14}) : one_of({0, 0, 1, 2, 3, 5, 6, 7, 12, 13, 40, 97})));
     const int64_t rows = offsets.back();
 
     auto draw = [&](int64_t count, double scale) {
@@ -130,8 +68,11 @@ static void one_problem(unsigned seed) {
     const int64_t step = strided ? 2 : 1;
     Guarded tokens(std::max<int64_t>(rows * hidden * step - (step - 1), 0) * size_of(dtype), at_end);
     for (int64_t i = 0; i < rows * hidden; ++i) write(dtype, tokens.data, i * step, token_values[i]);
-    Weights w13(dtype, up_values, experts, hidden, 2 * inner, below(3), at_end);
-    Weights w2(dtype, down_values, experts, inner, hidden, below(3), at_end);
+    // Pairs of orders in which the kernel adds in the same order.
+    constexpr Order orders[2][2] = {{Order::rows, Order::gaps}, {Order::columns, Order::columns_apart}};
+    const int up_order = hidden > 1 && below(2), down_order = inner > 1 && below(2);
+    Weights w13(dtype, up_values, experts, hidden, 2 * inner, orders[up_order][below(2)], at_end);
+    Weights w2(dtype, down_values, experts, inner, hidden, orders[down_order][below(2)], at_end);
     const size_t bytes = rows * hidden * size_of(dtype);
     Guarded out(bytes, at_end);
 
@@ -175,11 +116,11 @@ static void one_problem(unsigned seed) {
     grouped_swiglu_ffn(ffn, Pool{4, run_on_threads});
     if (bytes && std::memcmp(first.data(), out.data, bytes)) fail("other bits with other threads", ffn, rows);
 
-    Weights w13_again(dtype, up_values, experts, hidden, 2 * inner, below(3), at_end);
-    Weights w2_again(dtype, down_values, experts, inner, hidden, below(3), at_end);
+    Weights w13_again(dtype, up_values, experts, hidden, 2 * inner, orders[up_order][below(2)], at_end);
+    Weights w2_again(dtype, down_values, experts, inner, hidden, orders[down_order][below(2)], at_end);
     ffn.w13 = w13_again.form, ffn.w2 = w2_again.form;
     grouped_swiglu_ffn(ffn, Pool{1, run_on_threads});
-    if (bytes && std::memcmp(first.data(), out.data, bytes)) fail("other bits in another layout", ffn, rows);
+    if (bytes && std::memcmp(first.data(), out.data, bytes)) fail("other bits with other gaps", ffn, rows);
 
     for (int64_t e = 0; e < experts; ++e) {
         if (offsets[e] == offsets[e + 1]) continue;
