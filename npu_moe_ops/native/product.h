@@ -38,7 +38,7 @@ using simd::Words;
 
 constexpr int PANEL = WIDTH * TILE_VECTORS;
 constexpr int64_t FEW_ROWS = 12;        // up to here reading W takes longer than computing
-constexpr int64_t DOT_ROWS = 12;        // up to here W with contiguous columns is not transposed
+constexpr int64_t DOT_ROWS = 16;        // up to here W with contiguous columns is not transposed
 constexpr int DIRECT_DEPTH = 16;        // rows of W that are read side by side
 constexpr int PIECE = 4096;             // units of a packed piece: 16 KiB
 constexpr int LINE = 64;                // bytes
@@ -384,29 +384,34 @@ struct Columns {
 
     static int64_t lines(int64_t k) { return (k + IN_LINE - 1) / IN_LINE; }
 
-    // Rows of units -> for each line, for each unit of a word, the words.
+    // A row of units -> for each line, for each unit of a word, the words.
     static void by_lines(const Unit* from, int64_t k, Unit* to) {
-        const int64_t there = units<How>(k), whole = lines(k) * WIDTH * UNITS;
-        for (int64_t at = 0; at < whole; at += WIDTH * UNITS)
+        each_line(from, k, [to](int64_t l, const Unit* line) {
             for (int m = 0; m < WIDTH; ++m)
-                for (int u = 0; u < UNITS; ++u) {
-                    const int64_t i = at + m * UNITS + u;
-                    to[at + u * WIDTH + m] = i < there ? from[i] : Unit{};
-                }
+                for (int u = 0; u < UNITS; ++u) to[(l * UNITS + u) * WIDTH + m] = line[m * UNITS + u];
+        });
     }
 
-    // Rows of units -> for each LINES lines, for each word, the lines.
+    // A row of units -> for each LINES lines, for each word, the lines.
     static void by_words(const Unit* from, int64_t k, Unit* to) {
-        const int64_t there = units<How>(k), all = lines(k);
-        for (int64_t first = 0; first < all; first += LINES) {
-            const int64_t now = std::min<int64_t>(LINES, all - first);
-            for (int m = 0; m < WIDTH; ++m)
-                for (int64_t line = first; line < first + now; ++line)
-                    for (int u = 0; u < UNITS; ++u) {
-                        const int64_t i = (line * WIDTH + m) * UNITS + u;
-                        *to++ = i < there ? from[i] : Unit{};
-                    }
-        }
+        const int64_t all = lines(k);
+        each_line(from, k, [=](int64_t l, const Unit* line) {
+            const int64_t first = l / LINES * LINES, now = std::min<int64_t>(LINES, all - first);
+            Unit* place = to + (first * WIDTH + l - first) * UNITS;
+            for (int m = 0; m < WIDTH; ++m) std::memcpy(place + m * now * UNITS, line + m * UNITS, UNITS * sizeof(Unit));
+        });
+    }
+
+    // function(number, units) for each line, the last filled up with zeros.
+    template <class Function>
+    static void each_line(const Unit* from, int64_t k, const Function& function) {
+        constexpr int64_t SIZE = WIDTH * UNITS;
+        const int64_t there = units<How>(k), whole = there / SIZE;
+        for (int64_t l = 0; l < whole; ++l) function(l, from + l * SIZE);
+        if (whole * SIZE == there) return;
+        Unit edge[SIZE] = {};
+        std::copy(from + whole * SIZE, from + there, edge);
+        function(whole, edge);
     }
 
     // lanes[row][BESIDE of WIDTH columns][WIDTH] of lines [first, last).
@@ -504,7 +509,6 @@ struct Columns {
             for (int j = 0; j < TILE_VECTORS; ++j) to[j] = How::load(source + step * COLUMNS + j * WIDTH);
         };
         const int64_t all = lines(k);
-        Ahead nothing(nullptr, 0, 0, 0);
         for (const int64_t& start : from) {
             float* part = sums + (&start - from.begin()) * rows * width;
             for (int64_t n = 0; n < columns; n += COLUMNS) {
@@ -512,6 +516,10 @@ struct Columns {
                 const T* panel = w + (start + n) * form.column;
                 for (int64_t first = 0; first < all; first += LINES) {
                     const int now = static_cast<int>(std::min<int64_t>(LINES, all - first));
+                    const int64_t later = (first + LINES) * IN_LINE;
+                    Ahead ahead = later < k ? Many::piece(panel + later, form, std::min<int64_t>(LINES * IN_LINE, k - later), there)
+                                            : Many::piece(panel + COLUMNS * form.column, form, std::min<int64_t>(LINES * IN_LINE, k),
+                                                          std::min<int64_t>(COLUMNS, columns - n - COLUMNS));
                     transpose(panel + first * IN_LINE, form.column, k - first * IN_LINE, now, there, words);
                     const Unit* token = tokens + first * WIDTH * UNITS;
                     for (int m = 0; m < WIDTH; ++m, token += now * UNITS) {
@@ -523,7 +531,7 @@ struct Columns {
                                 for (int j = 0; j < TILE_VECTORS; ++j)
                                     How::unpack(simd::load_words(word + l * COLUMNS + j * WIDTH), piece + l * UNITS * COLUMNS + j * WIDTH, COLUMNS);
                         }
-                        Many::template tiles<true>(token, stride, rows, weights, now * UNITS, part + n, width, nothing);
+                        Many::template tiles<true>(token, stride, rows, weights, now * UNITS, part + n, width, ahead);
                     }
                 }
             }
