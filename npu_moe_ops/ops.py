@@ -77,7 +77,7 @@ def _kernel(
     defaults = _defaults(name)
 
     def kernel(*args: Any, **options: Any) -> Any:
-        options = defaults | options  # the dispatcher leaves out options that equal their defaults
+        options = defaults | options if options else defaults  # the dispatcher leaves out what equals its default
         if at_once is not None and (result := at_once(*args, **options)) is not None:
             return result
         check(*args, **options)
@@ -197,15 +197,33 @@ def _unpermute_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_rows, None, grad_weights
 
 
+_CPU = torch._C.DispatchKey.CPU
+# Keys below autograd that a kernel, or a mode of torch, is behind.
+_IMPLEMENTED = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
+
+
 def _autograd(overload: Any, gradient: Callable[..., Any], context: Callable[..., None]) -> Callable[..., Any]:
-    """What torch.library.register_autograd registers, but it says so where a tangent would get lost."""
+    """What torch.library.register_autograd registers, but it says so where a tangent would get lost.
+
+    On a CPU, without a gradient, a kernel that does all at once is asked here: the way back through the dispatcher
+    costs more than a small FFN.
+    """
     implementation = make_autograd_impl(overload, Info(gradient, context))
+    at_once = AT_ONCE["CPU"].get(overload._opname)
+    defaults = _defaults(overload._opname)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         if forward_ad._current_level >= 0:
             for arg in args:
                 if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
                     raise NotImplementedError(f"{overload._opname}: forward-mode AD (jvp) is not supported")
+        if (
+            at_once is not None
+            and (keyset & _IMPLEMENTED).highestPriorityTypeId() == _CPU
+            and not (torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args))
+            and (result := at_once(*args, **(defaults | options))) is not None
+        ):
+            return result
         return implementation(keyset, *args, **options)
 
     return kernel

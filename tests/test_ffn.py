@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_moe_ops
 from npu_moe_ops import cpu, native, reference
@@ -242,3 +243,18 @@ def test_eight_threads_give_the_bits_of_one(dtype):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_dispatch_mode_sees_the_op():
+    """Also without gradients, where a CPU's kernel is asked before the dispatcher goes on."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    args = cases.ffn_inputs(*cases.SHAPES["mixed"])
+    with torch.no_grad(), Watch():
+        torch.ops.npu_moe.grouped_swiglu_ffn(*args)
+    assert torch.ops.npu_moe.grouped_swiglu_ffn.default in seen

@@ -27,7 +27,7 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 READ_BYTES = 1 << 29  # far beyond any cache
 SQUARE = 2048
-TINY = (8, 16, 16, 4)  # rows, H, I, E of the call whose overhead is measured
+TINY = (4, 16, 16, 2)  # rows, H, I, E of the call whose overhead is measured
 ROWS_OF_EXPERTS = 8  # experts that share the rows of the table over rows
 FEW_ROWS, MOST_ROWS = 64, 1024  # of each
 

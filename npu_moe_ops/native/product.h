@@ -262,6 +262,12 @@ struct Product {
             const int count = std::min<int>(How::STEP, elements - k);
             if (columns == COLUMNS) {
                 put(w + k * stride, stride, count, packed);
+            } else if constexpr (How::STEP == 1) {
+                for (int j = 0; j < VECTORS; ++j) {
+                    const T* from = w + k * stride + j * WIDTH;
+                    const int there = columns - j * WIDTH;
+                    How::store(packed + j * WIDTH, there >= WIDTH ? simd::load(from) : there > 0 ? simd::load_first(from, there) : simd::set1(0.0f));
+                }
             } else {
                 T edge[How::STEP * COLUMNS] = {};
                 for (int i = 0; i < count; ++i) std::memcpy(edge + i * COLUMNS, w + (k + i) * stride, columns * sizeof(T));
