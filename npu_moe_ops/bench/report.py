@@ -19,9 +19,10 @@ STYLES = {
     OURS: ("#2f6fb7", "s"),
 }
 NOTE = (
-    "Medians, the peers in turns. The floor is reading the active experts' weights at the bandwidth, or multiplying at "
-    "the rate, that was measured in the same rounds, whichever takes longer. Times vary with what else the machine "
-    "does; ratios less so."
+    "Medians, the peers in turns. The floor is reading the active experts' weights at the bandwidth of torch's amax "
+    "over 512 MiB, or multiplying at the rate of a large product, whichever takes longer, both measured in the same "
+    "rounds. What takes less than one floor reads faster than amax. Times vary with what else the machine does; ratios "
+    "less so."
 )
 
 
@@ -70,7 +71,8 @@ def console(result: Result) -> list[Any]:
 
 def page(result: Result, plot: str | None = None) -> str:
     """docs/benchmarks.md is one of these."""
-    lines = ["# Benchmarks", "", "Made by `python -m npu_moe_ops bench`, on", headline(result), "", NOTE, ""]
+    made = "Made by `python -m npu_moe_ops bench` (`make bench` shows the same for your machine), on"
+    lines = ["# Benchmarks", "", made, headline(result), "", NOTE, ""]
     if plot:
         lines += [f"![Time over tokens for each peer, and the floor]({plot})", ""]
     for grid in grids(result):
