@@ -13,7 +13,7 @@ test: $(READY)  ## the whole test suite; the second part with an NPU that is not
 	$(BIN)/pytest -p npu_moe_ops.virtual_npu.plugin tests/on_npu
 
 bench: $(READY)  ## the experts of a layer on this CPU, beside other ways and the limits of the machine
-	$(BIN)/python -m npu_moe_ops bench
+	$(BIN)/python -m npu_moe_ops bench --plot bench.png
 
 check: lint types package docs  ## everything that is not a test
 

@@ -137,6 +137,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.markdown.write_text(report.page(result, arguments.plot.name if arguments.plot else None))
     if arguments.plot:
         report.plot(result, arguments.plot)
+    for path in filter(None, (arguments.json, arguments.markdown, arguments.plot)):
+        console.print(f"wrote {path}")
     return 0
 
 

@@ -81,6 +81,7 @@ def test_writes_what_it_found(tmp_path, capsys):
     assert "| loop over experts | 1.00 | 1.00 |" in page
     assert "](plot.png)" in page
     assert places[2].read_bytes()[:4] == b"\x89PNG"
+    assert all(f"wrote {place}" in shown.replace("\n", "") for place in places)
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys):

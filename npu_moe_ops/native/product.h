@@ -1,4 +1,4 @@
-// Products of a few rows, or many, with a matrix of weights, for the instruction set that the compiler is told; simd.h knows the rest.
+// Products of few rows, or many, with a matrix of weights, for the instruction set that the compiler is told.
 //
 // A row's bits are the same whatever other rows there are, and however the work is cut. Where W's columns are not contiguous,
 // C = A W adds A[r, k] * W[k, n] to C[r, n] for k = 0, 1, 2, ... in fp32, one rounding a step, wherever and however often C is put
@@ -195,24 +195,24 @@ private:
     int64_t stride_, rows_, bytes_, at_ = 0;
 };
 
-// Tiles of up to ROWS x (VECTORS * WIDTH) sums. EVERY: steps along k for each line that is asked for ahead.
-template <class How, int ROWS, int VECTORS, int EVERY>
+// Tiles of up to TILE_ROWS x COLUMNS sums; with each step along k a line is asked for ahead.
+template <class How>
 struct Product {
     using T = typename How::Element;
     using Unit = typename How::Unit;
     using Lanes = typename How::Lanes;
-    static constexpr int COLUMNS = WIDTH * VECTORS, DEPTH = PIECE / COLUMNS;
+    static constexpr int VECTORS = TILE_VECTORS, COLUMNS = WIDTH * VECTORS, DEPTH = PIECE / COLUMNS;
 
     // Adds to sums[rows, stride of `width`] what `depth` steps along k of a tile give.
-    // FRESH: as one sum from 0, added at the end.
+    // FRESH: as one sum from 0, added at the end. Inlined, or products of one row take a tenth longer.
     template <int NOW, bool FRESH, class Source>
-    static void tile(const Unit* tokens, int64_t stride, Source weights, int depth, float* sums, int64_t width, Ahead& ahead) {
+    [[gnu::always_inline]] static inline void tile(const Unit* tokens, int64_t stride, Source weights, int depth, float* sums, int64_t width, Ahead& ahead) {
         Vec sum[NOW][VECTORS];
         UNROLL for (int r = 0; r < NOW; ++r) {
             UNROLL for (int j = 0; j < VECTORS; ++j) sum[r][j] = FRESH ? simd::set1(0.0f) : simd::load(sums + r * width + j * WIDTH);
         }
         for (int k = 0; k < depth; ++k) {
-            if (k % EVERY == 0) ahead.next();
+            ahead.next();
             Lanes weight[VECTORS];
             weights(k, weight);
             UNROLL for (int r = 0; r < NOW; ++r) {
@@ -239,22 +239,17 @@ struct Product {
     template <bool FRESH = false, class Source>
     static void tiles(const Unit* tokens, int64_t stride, int64_t rows, Source weights, int depth, float* sums, int64_t width, Ahead& ahead) {
         int64_t done = 0;
-        for (int64_t left = (rows + ROWS - 1) / ROWS; left > 0; --left) {  // evenly: 7 rows are 4 and 3
+        for (int64_t left = (rows + TILE_ROWS - 1) / TILE_ROWS; left > 0; --left) {  // evenly: 7 rows are 4 and 3
             const int64_t now = (rows - done + left - 1) / left;
-            tile_of<ROWS, FRESH>(now, tokens + done * stride, stride, weights, depth, sums + done * width, width, ahead);
+            tile_of<TILE_ROWS, FRESH>(now, tokens + done * stride, stride, weights, depth, sums + done * width, width, ahead);
             done += now;
         }
     }
 
     // A piece of W, elements x columns, into packed[elements / STEP][COLUMNS], zeros around it.
-    static void pack(const T* w, const Matrices& form, int elements, int columns, Unit* packed, Ahead& ahead) {
-        if (form.column == 1) {
-            pack_rows(w, form.row, elements, columns, packed);
-        } else if (form.row == 1) {
-            pack_columns(w, form.column, elements, columns, packed, ahead);
-        } else {
-            pack_any(w, form.row, form.column, elements, columns, packed);
-        }
+    static void pack(const T* w, const Matrices& form, int elements, int columns, Unit* packed) {
+        if (form.column == 1) pack_rows(w, form.row, elements, columns, packed);
+        else pack_any(w, form.row, form.column, elements, columns, packed);
     }
 
     static void pack_rows(const T* w, int64_t stride, int elements, int columns, Unit* packed) {
@@ -276,30 +271,6 @@ struct Product {
         }
     }
 
-    static void pack_columns(const T* w, int64_t stride, int elements, int columns, Unit* packed, Ahead& ahead) {
-        constexpr int IN_WORD = 4 / sizeof(T), IN_LINE = IN_WORD * WIDTH, UNITS = IN_WORD / How::STEP;
-        for (int first = 0; first < COLUMNS; first += WIDTH) {
-            const T* from = w + first * stride;
-            const int lines = std::min(columns - first, WIDTH);
-            for (int k = 0; k < elements; k += IN_LINE) {
-                Words words[WIDTH];
-                const int there = std::min(elements - k, IN_LINE);
-                if (there == IN_LINE && lines == WIDTH) {
-                    simd::transpose(reinterpret_cast<const char*>(from + k), stride * sizeof(T), words);
-                } else {
-                    T edge[WIDTH][IN_LINE] = {};
-                    for (int i = 0; i < lines; ++i) std::memcpy(edge[i], from + i * stride + k, there * sizeof(T));
-                    simd::transpose(reinterpret_cast<const char*>(edge), sizeof(edge[0]), words);
-                }
-                Unit* to = packed + k / How::STEP * COLUMNS + first;
-                for (int i = 0; i < WIDTH; ++i) {
-                    How::unpack(words[i], to + i * UNITS * COLUMNS, COLUMNS);
-                    if (EVERY > 1 && i % 2) ahead.next();  // or the lines would come while there is too little to compute
-                }
-            }
-        }
-    }
-
     static void pack_any(const T* w, int64_t row, int64_t column, int elements, int columns, Unit* packed) {
         for (int k = 0; k < elements; k += How::STEP, packed += COLUMNS) {
             T edge[How::STEP * COLUMNS] = {};
@@ -310,17 +281,9 @@ struct Product {
     }
 
     static void put(const T* rows, int64_t stride, int count, Unit* packed) {
-        if constexpr (VECTORS % How::STEP == 0) {
-            Lanes lanes[VECTORS];
-            How::rows(rows, stride, count, lanes);
-            for (int j = 0; j < VECTORS; ++j) How::store(packed + j * WIDTH, lanes[j]);
-        } else {
-            T edge[How::STEP * 2 * COLUMNS] = {};
-            for (int i = 0; i < count; ++i) std::memcpy(edge + i * 2 * COLUMNS, rows + i * stride, COLUMNS * sizeof(T));
-            Lanes lanes[2 * VECTORS];
-            How::rows(edge, 2 * COLUMNS, How::STEP, lanes);
-            for (int j = 0; j < VECTORS; ++j) How::store(packed + j * WIDTH, lanes[j]);
-        }
+        Lanes lanes[VECTORS];
+        How::rows(rows, stride, count, lanes);
+        for (int j = 0; j < VECTORS; ++j) How::store(packed + j * WIDTH, lanes[j]);
     }
 
     static Ahead piece(const T* w, const Matrices& form, int64_t elements, int64_t columns) {
@@ -345,7 +308,7 @@ struct Product {
                     const int64_t later = at + STEPS;
                     Ahead ahead = later < k ? piece(panel + later * form.row, form, std::min(STEPS, k - later), there)
                                             : piece(panel + COLUMNS * form.column, form, std::min(STEPS, k), std::min<int64_t>(COLUMNS, columns - n - COLUMNS));
-                    pack(panel + at * form.row, form, elements, static_cast<int>(there), buffer, ahead);
+                    pack(panel + at * form.row, form, elements, static_cast<int>(there), buffer);
                     tiles(tokens + at / How::STEP, stride, rows, weights, static_cast<int>(units<How>(elements)), part + n, width, ahead);
                 }
             }
@@ -385,7 +348,7 @@ struct Columns {
     using T = typename How::Element;
     using Unit = typename How::Unit;
     using Lanes = typename How::Lanes;
-    using Many = Product<How, TILE_ROWS, TILE_VECTORS, 1>;
+    using Transposed = Product<How>;
     static constexpr int UNITS = How::UNITS_IN_WORD, IN_LINE = How::IN_WORD * WIDTH, LINES = 64 / UNITS, BESIDE = 4;
 
     static int64_t lines(int64_t k) { return (k + IN_LINE - 1) / IN_LINE; }
@@ -507,7 +470,7 @@ struct Columns {
     // Tokens by words; sums are 0.
     static void many(const Unit* tokens, int64_t stride, int64_t rows, int64_t k, const T* w, const Matrices& form,
                      std::initializer_list<int64_t> from, int64_t columns, float* sums, int64_t width, Buffer& scratch, Buffer& transposed) {
-        constexpr int COLUMNS = Many::COLUMNS;
+        constexpr int COLUMNS = Transposed::COLUMNS;
         uint32_t* words = transposed.get<uint32_t>(WIDTH * LINES * COLUMNS);
         Unit* piece = scratch.get<Unit>(LINES * UNITS * COLUMNS);
         const Unit* source = piece;
@@ -523,8 +486,8 @@ struct Columns {
                 for (int64_t first = 0; first < all; first += LINES) {
                     const int now = static_cast<int>(std::min<int64_t>(LINES, all - first));
                     const int64_t later = (first + LINES) * IN_LINE;
-                    Ahead ahead = later < k ? Many::piece(panel + later, form, std::min<int64_t>(LINES * IN_LINE, k - later), there)
-                                            : Many::piece(panel + COLUMNS * form.column, form, std::min<int64_t>(LINES * IN_LINE, k),
+                    Ahead ahead = later < k ? Transposed::piece(panel + later, form, std::min<int64_t>(LINES * IN_LINE, k - later), there)
+                                            : Transposed::piece(panel + COLUMNS * form.column, form, std::min<int64_t>(LINES * IN_LINE, k),
                                                           std::min<int64_t>(COLUMNS, columns - n - COLUMNS));
                     transpose(panel + first * IN_LINE, form.column, k - first * IN_LINE, now, there, words);
                     const Unit* token = tokens + first * WIDTH * UNITS;
@@ -537,16 +500,16 @@ struct Columns {
                                 for (int j = 0; j < TILE_VECTORS; ++j)
                                     How::unpack(simd::load_words(word + l * COLUMNS + j * WIDTH), piece + l * UNITS * COLUMNS + j * WIDTH, COLUMNS);
                         }
-                        Many::template tiles<true>(token, stride, rows, weights, now * UNITS, part + n, width, ahead);
+                        Transposed::template tiles<true>(token, stride, rows, weights, now * UNITS, part + n, width, ahead);
                     }
                 }
             }
         }
     }
 
-    // Lines of columns -> words[WIDTH][lines][Many::COLUMNS].
+    // Lines of columns -> words[WIDTH][lines][Transposed::COLUMNS].
     static void transpose(const T* w, int64_t stride, int64_t elements, int lines, int columns, uint32_t* words) {
-        constexpr int COLUMNS = Many::COLUMNS;
+        constexpr int COLUMNS = Transposed::COLUMNS;
         for (int first = 0; first < COLUMNS; first += WIDTH) {
             const T* from = w + first * stride;
             const int there = std::min(columns - first, WIDTH);
@@ -572,8 +535,6 @@ template <class How>
 void multiply(const typename How::Unit* tokens, int64_t stride, int64_t rows, int64_t k, const typename How::Element* w, const Matrices& form,
               std::initializer_list<int64_t> from, int64_t columns, float* sums, int64_t width, Scratch& scratch) {
     using Unit = typename How::Unit;
-    using Many = Product<How, TILE_ROWS, TILE_VECTORS, 1>;
-    using Few = Product<How, simd::FEW_ROWS, simd::FEW_VECTORS, 4>;
     std::fill(sums, sums + from.size() * rows * width, 0.0f);
     if (form.row == 1 && form.column != 1) {
         const bool few = rows <= DOT_ROWS;
@@ -584,11 +545,9 @@ void multiply(const typename How::Unit* tokens, int64_t stride, int64_t rows, in
         else Columns<How>::many(arranged, whole, rows, k, w, form, from, columns, sums, width, scratch.packed, scratch.transposed);
         return;
     }
-    Unit* buffer = scratch.packed.template get<Unit>(PIECE);
-    if (rows > FEW_ROWS) return Many::packed(tokens, stride, rows, k, w, form, from, 0, columns, sums, width, buffer);
-    const int64_t whole = form.column == 1 ? columns / PANEL * PANEL : 0;
-    if (whole > 0) Many::direct(tokens, stride, rows, k, w, form, from, whole, sums, width);
-    Few::packed(tokens, stride, rows, k, w, form, from, whole, columns, sums, width, buffer);
+    const int64_t whole = form.column == 1 && rows <= FEW_ROWS ? columns / PANEL * PANEL : 0;
+    if (whole > 0) Product<How>::direct(tokens, stride, rows, k, w, form, from, whole, sums, width);
+    Product<How>::packed(tokens, stride, rows, k, w, form, from, whole, columns, sums, width, scratch.packed.template get<Unit>(PIECE));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The vector type of one instruction set, and the few operations that the kernels are written in.
 //
 // Each translation unit is compiled for one instruction set and sees one of these. All widen bf16 and
-// fp16 exactly, and multiply and add with one rounding, so they give the same bits as one another.
+// fp16 exactly, and multiply and add with one rounding.
 #pragma once
 
 #include <cstdint>

@@ -7,8 +7,6 @@ namespace simd {
 constexpr int WIDTH = 8;
 constexpr int TILE_ROWS = 6;     // of a product: 6 x 2 sums, 2 weights and a token in 16 registers
 constexpr int TILE_VECTORS = 2;
-constexpr int FEW_ROWS = 6;     // of a product with few rows: fewer columns at a time, which memory likes
-constexpr int FEW_VECTORS = 2;
 using Vec = __m256;
 using Words = __m256i;
 

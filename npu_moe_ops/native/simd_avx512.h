@@ -7,8 +7,6 @@ namespace simd {
 constexpr int WIDTH = 16;
 constexpr int TILE_ROWS = 6;     // of a product: 6 x 4 sums, 4 weights and a token fill the 32 registers
 constexpr int TILE_VECTORS = 4;
-constexpr int FEW_ROWS = 12;     // of a product with few rows: fewer columns at a time, which memory likes
-constexpr int FEW_VECTORS = 2;
 using Vec = __m512;
 using Words = __m512i;
 
