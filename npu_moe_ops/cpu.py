@@ -13,6 +13,7 @@ Measured on 2 Skylake cores, 64 experts of [2048, 1024], ms direct / widened: 1 
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,9 @@ def has_bf16_dot() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def grouped_swiglu_ffn(
-    out: Tensor,
-    sorted_tokens: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    expert_cumsum: Tensor,
-    swiglu_limit: float | None,
-    swiglu_alpha: float,
-    swiglu_beta: float,
-) -> None:
-    args = (sorted_tokens, w13, w2, expert_cumsum, swiglu_limit, swiglu_alpha, swiglu_beta)
-    if not native.grouped_swiglu_ffn_out(out, *args):
-        in_torch(out, *args)
+def grouped_swiglu_ffn(out: Tensor, *args: Any, **options: Any) -> None:
+    if not native.grouped_swiglu_ffn_out(out, *args, **options):
+        in_torch(out, *args, **options)
 
 
 def in_torch(
@@ -88,18 +79,13 @@ def topk_router(
     router_weight: Tensor,
     correction_bias: Tensor | None,
     top_k: int,
-    scoring: str,
-    n_group: int | None,
-    topk_group: int | None,
-    renormalize: bool,
-    routed_scaling_factor: float,
+    **options: Any,
 ) -> None:
     bias = None if correction_bias is None else correction_bias.float().contiguous()
-    groups = n_group or 1, topk_group or 1
-    rest = scoring == "softmax", renormalize, routed_scaling_factor
+    groups = options["n_group"] or 1, options["topk_group"] or 1
+    rest = options["scoring"] == "softmax", options["renormalize"], options["routed_scaling_factor"]
     if not native.run("topk_router", hidden_states, router_weight, bias, *groups, *rest, *result):
-        options = (scoring, n_group, topk_group, renormalize, routed_scaling_factor)
-        routing.topk_router(result, hidden_states, router_weight, correction_bias, top_k, *options)
+        routing.topk_router(result, hidden_states, router_weight, correction_bias, top_k, **options)
 
 
 def permute(result: tuple[Tensor, Tensor, Tensor], hidden_states: Tensor, topk_ids: Tensor, num_experts: int) -> None:

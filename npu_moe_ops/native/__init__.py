@@ -113,16 +113,16 @@ def grouped_swiglu_ffn(
     return result
 
 
-def grouped_swiglu_ffn_out(out: Tensor, *args: Any) -> bool:
+def grouped_swiglu_ffn_out(out: Tensor, *args: Tensor, **options: Any) -> bool:
     """Whether the result was written to out."""
     place = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-    done = run("grouped_swiglu_ffn_out", *args, place)
+    done = run("grouped_swiglu_ffn_out", *args, **options, out=place)
     if done and place is not out:
         out.copy_(place)
     return done
 
 
-def run(name: str, *args: Any) -> bool:
+def run(name: str, *args: Any, **options: Any) -> bool:
     """Whether the kernel of that name filled the results among its arguments."""
     ops = (_kernel or kernel()).ops
-    return ops is not None and bool(getattr(ops, name).default(*args))
+    return ops is not None and bool(getattr(ops, name).default(*args, **options))

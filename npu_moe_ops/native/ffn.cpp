@@ -84,16 +84,11 @@ public:
             rows = 0;
         };
         for (int64_t e = 0; e < ffn_.experts; ++e) {
-            const int64_t end = ffn_.offsets[e + 1];
-            const int64_t pieces = (end - ffn_.offsets[e] + BLOCK_ROWS - 1) / BLOCK_ROWS;
-            int64_t start = ffn_.offsets[e];
-            for (int64_t left = pieces; left > 0; --left) {
-                const int64_t now = (end - start + left - 1) / left;
+            evenly(ffn_.offsets[e + 1] - ffn_.offsets[e], BLOCK_ROWS, [&](int64_t start, int64_t now) {
                 if (rows + now > most) finish();
-                round.push_back({e, start, now});
+                round.push_back({e, ffn_.offsets[e] + start, now});
                 rows += now;
-                start += now;
-            }
+            });
         }
         finish();
     }
@@ -112,7 +107,7 @@ private:
     }
 
     void gate_up(const Block& block, int64_t from, int64_t to) {
-        const int64_t columns = to - from, width = (columns + PANEL - 1) / PANEL * PANEL + WIDTH, stride = token_stride<How>(ffn_.hidden);
+        const int64_t columns = to - from, width = sums_width(columns), stride = token_stride<How>(ffn_.hidden);
         Unit* tokens = scratch.tokens.get<Unit>(block.rows * stride);
         for (int64_t r = 0; r < block.rows; ++r) read_token(block.start + r, tokens + r * stride);
         float* sums = scratch.sums.get<float>(2 * block.rows * width);
@@ -142,7 +137,7 @@ private:
     }
 
     void down(const Block& block, int64_t from, int64_t to) {
-        const int64_t columns = to - from, width = (columns + PANEL - 1) / PANEL * PANEL + WIDTH;
+        const int64_t columns = to - from, width = sums_width(columns);
         float* sums = scratch.sums.get<float>(block.rows * width);
         multiply<How>(h_ + (block.start - first_row_) * h_stride_, h_stride_, block.rows, ffn_.intermediate,
                                       expert(ffn_.w2, block.expert), ffn_.w2, {from}, columns, sums, width, scratch);

@@ -93,10 +93,14 @@ bool ffn_into(const Tensor& out, const Tensor& tokens, const Tensor& w13, const 
     return true;
 }
 
+bool on_cpu(std::initializer_list<const Tensor*> tensors) {  // and strided
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](const Tensor* t) { return t->defined() && t->is_cpu() && t->layout() == torch::headeronly::Layout::Strided; });
+}
+
 bool knows(const Tensor& tokens, const Tensor& w13, const Tensor& w2, const Tensor& cumsum, const std::optional<double>& limit,
            double alpha, double beta) {
-    for (const Tensor* t : {&tokens, &w13, &w2, &cumsum})
-        if (!t->defined() || !t->is_cpu() || t->layout() != torch::headeronly::Layout::Strided) return false;
+    if (!on_cpu({&tokens, &w13, &w2, &cumsum})) return false;
     const auto dtype = dtype_of(tokens);
     return dtype && dtype_of(w13) == dtype && dtype_of(w2) == dtype && tokens.dim() == 2 && w13.dim() >= 2 && w13.dim() <= 3 &&
            w13.size(w13.dim() - 1) % 2 == 0 && cumsum.dim() == 1 && cumsum.size(0) >= 2 && (!limit || *limit >= 0) &&
@@ -120,16 +124,13 @@ bool ffn_out(Tensor tokens, Tensor w13, Tensor w2, Tensor cumsum, std::optional<
 
 // The results of the others are allocated by their callers, who have checked sizes.
 
-bool known(std::initializer_list<const Tensor*> tensors) {
-    return std::all_of(tensors.begin(), tensors.end(),
-                       [](const Tensor* t) { return t->defined() && t->is_cpu() && t->layout() == torch::headeronly::Layout::Strided; });
-}
-
 bool is_block(const Tensor& t, ScalarType type) { return t.scalar_type() == type && t.is_contiguous(); }
+
+bool has_whole_rows(const Tensor& matrix) { return matrix.size(1) <= 1 || matrix.stride(1) == 1; }
 
 bool router(Tensor tokens, Tensor weight, std::optional<Tensor> bias, int64_t groups, int64_t kept_groups, bool softmax, bool renormalize,
             double factor, Tensor weights, Tensor ids, Tensor logits) {
-    if (!known({&tokens, &weight, &weights, &ids, &logits}) || (bias && !(known({&*bias}) && is_block(*bias, ScalarType::Float)))) return false;
+    if (!on_cpu({&tokens, &weight, &weights, &ids, &logits}) || (bias && !(on_cpu({&*bias}) && is_block(*bias, ScalarType::Float)))) return false;
     const auto token_dtype = dtype_of(tokens), weight_dtype = dtype_of(weight);
     if (!token_dtype || !weight_dtype || !is_block(weights, ScalarType::Float) || !is_block(ids, ScalarType::Long) ||
         !is_block(logits, ScalarType::Float))
@@ -143,7 +144,7 @@ bool router(Tensor tokens, Tensor weight, std::optional<Tensor> bias, int64_t gr
 }
 
 bool permuted(Tensor tokens, Tensor ids, int64_t experts, Tensor sorted, Tensor cumsum, Tensor row_of) {
-    if (!known({&tokens, &ids, &sorted, &cumsum, &row_of}) || (tokens.size(1) > 1 && tokens.stride(1) != 1) || !ids.is_contiguous() ||
+    if (!on_cpu({&tokens, &ids, &sorted, &cumsum, &row_of}) || !has_whole_rows(tokens) || !ids.is_contiguous() ||
         (ids.scalar_type() != ScalarType::Long && ids.scalar_type() != ScalarType::Int) || sorted.size(0) > INT32_MAX ||
         !is_block(sorted, tokens.scalar_type()) || !is_block(cumsum, ScalarType::Int) || !is_block(row_of, ScalarType::Long))
         return false;
@@ -156,7 +157,7 @@ bool permuted(Tensor tokens, Tensor ids, int64_t experts, Tensor sorted, Tensor 
 }
 
 bool unpermuted(Tensor rows, Tensor row_of, Tensor weights, Tensor out) {
-    if (!known({&rows, &row_of, &weights, &out}) || (rows.size(1) > 1 && rows.stride(1) != 1) || !is_block(row_of, ScalarType::Long) ||
+    if (!on_cpu({&rows, &row_of, &weights, &out}) || !has_whole_rows(rows) || !is_block(row_of, ScalarType::Long) ||
         !is_block(weights, ScalarType::Float) || !is_block(out, rows.scalar_type()))
         return false;
     const auto dtype = dtype_of(rows);

@@ -83,14 +83,6 @@ struct Widen {  // to fp32
         simd::store(rounded, v);
         simd::store(token, simd::load(rounded));
     }
-    static void unpack(Words w, Unit* to, int64_t stride) {  // words as transposed -> rows of units
-        if constexpr (sizeof(T) == 4) {
-            simd::store_words(to, w);
-        } else {
-            simd::store(to, simd::first(w, T{}));
-            simd::store(to + stride, simd::second(w, T{}));
-        }
-    }
 };
 
 #ifdef NPU_MOE_HAS_DOT
@@ -125,7 +117,6 @@ struct Pairs {  // bf16 as it is, two at a time
     static constexpr int IN_WORD = 2, UNITS_IN_WORD = 1;
     static Words unit(Words line, int) { return line; }
     static void put(Unit* token, Vec v) { simd::store(reinterpret_cast<Bf16*>(token), v); }
-    static void unpack(Words w, Unit* to, int64_t) { simd::store_words(to, w); }
 };
 #endif
 
@@ -138,6 +129,29 @@ int64_t units(int64_t elements) {
 template <class How>
 int64_t token_stride(int64_t elements) {
     return (units<How>(elements) + WIDTH) / WIDTH * WIDTH + WIDTH;
+}
+
+// Floats between rows of sums for so many columns: whole panels, and room beyond.
+inline int64_t sums_width(int64_t columns) { return (columns + PANEL - 1) / PANEL * PANEL + WIDTH; }
+
+// function(start, count) for [0, all) in as few parts of at most `most` as there can be, evenly: 7 by 6 are 4 and 3.
+template <class Function>
+void evenly(int64_t all, int64_t most, const Function& function) {
+    int64_t start = 0;
+    for (int64_t left = (all + most - 1) / most; left > 0; --left) {
+        const int64_t now = (all - start + left - 1) / left;
+        function(start, now);
+        start += now;
+    }
+}
+
+// function(integral_constant<int, rows>), for 1 <= rows <= MOST.
+template <int MOST, class Function>
+[[gnu::always_inline]] inline void with_constant(int64_t rows, const Function& function) {
+    if constexpr (MOST > 1) {
+        if (rows < MOST) return with_constant<MOST - 1>(rows, function);
+    }
+    function(std::integral_constant<int, MOST>{});
 }
 
 template <class T>
@@ -228,22 +242,13 @@ struct Product {
         }
     }
 
-    template <int NOW, bool FRESH, class Source>
-    static void tile_of(int64_t rows, const Unit* tokens, int64_t stride, Source weights, int depth, float* sums, int64_t width, Ahead& ahead) {
-        if constexpr (NOW > 1) {
-            if (rows < NOW) return tile_of<NOW - 1, FRESH>(rows, tokens, stride, weights, depth, sums, width, ahead);
-        }
-        tile<NOW, FRESH>(tokens, stride, weights, depth, sums, width, ahead);
-    }
-
     template <bool FRESH = false, class Source>
     static void tiles(const Unit* tokens, int64_t stride, int64_t rows, Source weights, int depth, float* sums, int64_t width, Ahead& ahead) {
-        int64_t done = 0;
-        for (int64_t left = (rows + TILE_ROWS - 1) / TILE_ROWS; left > 0; --left) {  // evenly: 7 rows are 4 and 3
-            const int64_t now = (rows - done + left - 1) / left;
-            tile_of<TILE_ROWS, FRESH>(now, tokens + done * stride, stride, weights, depth, sums + done * width, width, ahead);
-            done += now;
-        }
+        evenly(rows, TILE_ROWS, [&](int64_t start, int64_t now) {
+            with_constant<TILE_ROWS>(now, [&](auto count) {
+                tile<count(), FRESH>(tokens + start * stride, stride, weights, depth, sums + start * width, width, ahead);
+            });
+        });
     }
 
     // A piece of W, elements x columns, into packed[elements / STEP][COLUMNS], zeros around it.
@@ -424,14 +429,6 @@ struct Columns {
         }
     }
 
-    template <int ROWS>
-    static void tile_of(int64_t rows, const Unit* tokens, int64_t stride, const T* const (&w)[BESIDE], int64_t first, int64_t last, int64_t k, int64_t ahead, float* lanes) {
-        if constexpr (ROWS > 1) {
-            if (rows < ROWS) return tile_of<ROWS - 1>(rows, tokens, stride, w, first, last, k, ahead, lanes);
-        }
-        tile<ROWS>(tokens, stride, w, first, last, k, ahead, lanes);
-    }
-
     // Tokens by lines.
     static void few(const Unit* tokens, int64_t stride, int64_t rows, int64_t k, const T* w, const Matrices& form,
                     std::initializer_list<int64_t> from, int64_t columns, float* sums, int64_t width, Buffer& scratch) {
@@ -445,14 +442,13 @@ struct Columns {
                 for (int c = 0; c < there; c += BESIDE) {
                     const T* beside[BESIDE];
                     for (int i = 0; i < BESIDE; ++i) beside[i] = w + (start + n + std::min<int64_t>(c + i, there - 1)) * form.column;
-                    int64_t done = 0;
-                    for (int64_t left = (rows + TILE_ROWS - 1) / TILE_ROWS; left > 0; --left) {
-                        const int64_t now = (rows - done + left - 1) / left;
+                    evenly(rows, TILE_ROWS, [&](int64_t row, int64_t now) {
                         for (int64_t b = 0; b < blocks; ++b)
-                            tile_of<TILE_ROWS>(now, tokens + done * stride, stride, beside, b * LINES, std::min(all, (b + 1) * LINES), k, BESIDE * form.column,
-                                               lanes + (b * rows + done) * SIZE + c * WIDTH);
-                        done += now;
-                    }
+                            with_constant<TILE_ROWS>(now, [&](auto count) {
+                                tile<count()>(tokens + row * stride, stride, beside, b * LINES, std::min(all, (b + 1) * LINES), k, BESIDE * form.column,
+                                              lanes + (b * rows + row) * SIZE + c * WIDTH);
+                            });
+                    });
                 }
                 for (int64_t r = 0; r < rows; ++r) {
                     Vec total = simd::set1(0.0f);
@@ -493,12 +489,14 @@ struct Columns {
                     const Unit* token = tokens + first * WIDTH * UNITS;
                     for (int m = 0; m < WIDTH; ++m, token += now * UNITS) {
                         const uint32_t* word = words + m * now * COLUMNS;
-                        if constexpr (sizeof(Unit) == sizeof(T) * How::STEP && UNITS == 1) {
+                        if constexpr (UNITS == 1) {
                             source = reinterpret_cast<const Unit*>(word);
                         } else {
-                            for (int l = 0; l < now; ++l)
-                                for (int j = 0; j < TILE_VECTORS; ++j)
-                                    How::unpack(simd::load_words(word + l * COLUMNS + j * WIDTH), piece + l * UNITS * COLUMNS + j * WIDTH, COLUMNS);
+                            for (int at = 0; at < now * COLUMNS; at += WIDTH) {
+                                const Words some = simd::load_words(word + at);
+                                Unit* place = piece + at / COLUMNS * UNITS * COLUMNS + at % COLUMNS;
+                                for (int u = 0; u < UNITS; ++u) How::store(place + u * COLUMNS, How::unit(some, u));
+                            }
                         }
                         Transposed::template tiles<true>(token, stride, rows, weights, now * UNITS, part + n, width, ahead);
                     }
@@ -530,14 +528,14 @@ struct Columns {
 };
 
 // sums[p][rows][width] = tokens[rows, k] times columns [from[p], from[p] + columns) of w, for each part p.
-// width: columns, rounded up to whole panels.
+// width: sums_width(columns).
 template <class How>
 void multiply(const typename How::Unit* tokens, int64_t stride, int64_t rows, int64_t k, const typename How::Element* w, const Matrices& form,
               std::initializer_list<int64_t> from, int64_t columns, float* sums, int64_t width, Scratch& scratch) {
     using Unit = typename How::Unit;
-    std::fill(sums, sums + from.size() * rows * width, 0.0f);
-    if (form.row == 1 && form.column != 1) {
-        const bool few = rows <= DOT_ROWS;
+    const bool by_columns = form.row == 1 && form.column != 1, few = rows <= (by_columns ? DOT_ROWS : FEW_ROWS);
+    if (!(by_columns && few)) std::fill(sums, sums + from.size() * rows * width, 0.0f);
+    if (by_columns) {
         const int64_t whole = token_stride<How>(Columns<How>::lines(k) * Columns<How>::IN_LINE);
         Unit* arranged = scratch.arranged.template get<Unit>(rows * whole);
         for (int64_t r = 0; r < rows; ++r) (few ? Columns<How>::by_lines : Columns<How>::by_words)(tokens + r * stride, k, arranged + r * whole);
@@ -545,7 +543,7 @@ void multiply(const typename How::Unit* tokens, int64_t stride, int64_t rows, in
         else Columns<How>::many(arranged, whole, rows, k, w, form, from, columns, sums, width, scratch.packed, scratch.transposed);
         return;
     }
-    const int64_t whole = form.column == 1 && rows <= FEW_ROWS ? columns / PANEL * PANEL : 0;
+    const int64_t whole = form.column == 1 && few ? columns / PANEL * PANEL : 0;
     if (whole > 0) Product<How>::direct(tokens, stride, rows, k, w, form, from, whole, sums, width);
     Product<How>::packed(tokens, stride, rows, k, w, form, from, whole, columns, sums, width, scratch.packed.template get<Unit>(PIECE));
 }

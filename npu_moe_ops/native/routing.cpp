@@ -46,7 +46,7 @@ void logits(const Router& r, const Pool& pool) {
     in_pieces(pool, r.count * r.experts * r.hidden < SERIAL_PRODUCTS, blocks * cuts, 1, [&](int64_t piece, int64_t) {
         const int64_t start = piece / cuts * BLOCK_TOKENS, rows = std::min(BLOCK_TOKENS, r.count - start);
         const int64_t from = piece % cuts * panels / cuts * PANEL, to = std::min((piece % cuts + 1) * panels / cuts * PANEL, r.experts);
-        const int64_t stride = token_stride<How>(r.hidden), width = (to - from + PANEL - 1) / PANEL * PANEL + WIDTH;
+        const int64_t stride = token_stride<How>(r.hidden), width = sums_width(to - from);
         float* tokens = scratch.tokens.get<float>(rows * stride);
         for (int64_t i = 0; i < rows; ++i) read_token(r, start + i, tokens + i * stride);
         float* sums = scratch.sums.get<float>(rows * width);
