@@ -10,7 +10,6 @@ model, which knows no HBM limit. Where both stand in a row, they are of the same
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from npu_moe_ops import backend_info, grouped_swiglu_ffn, moe
+from npu_moe_ops.bench.measure import cpu_name
 from npu_moe_ops.npu import simulate
 from npu_moe_ops.testing import trained_routings
 
@@ -227,13 +227,10 @@ def show(table: dict) -> None:
 
 def page(tables: list[dict]) -> str:
     """docs/tables.md is one of these."""
-    cpu = next(
-        (line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
     kernel = backend_info()["cpu"]["bfloat16"].rpartition(",")[0]
     head = f"""# Tables
 
-Made by `python examples/tables.py --markdown docs/tables.md --plot docs/tables.png`, on {cpu or platform.machine()},
+Made by `python examples/tables.py --markdown docs/tables.md --plot docs/tables.png`, on {cpu_name()},
 {torch.get_num_threads()} threads, torch {torch.__version__}, {kernel}.
 
 Columns in ms are medians measured on this CPU, in rotation. Cycles are simulated, of the NPU kernel, by a model that

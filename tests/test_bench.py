@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_moe_ops import __main__ as command
-from npu_moe_ops.bench import kt, measure, peers, report
+from npu_moe_ops.bench import clock, kt, measure, peers, report
 
 SIZES = peers.Sizes(experts=8, hidden=64, intermediate=32, top_k=3)
 TINY = ["--experts", "8", "--hidden", "64", "--intermediate", "32", "--top-k", "3", "--rounds", "2"]
@@ -49,7 +49,7 @@ def test_floor_is_the_slower_of_reading_and_multiplying():
 
 def test_each_peer_has_each_place_as_often():
     names = ["a", "b", "c", "d"]
-    turns = [measure.rotated(names, turn) for turn in range(8)]
+    turns = [clock.rotated(names, turn) for turn in range(8)]
     for place in range(4):
         assert sorted(turn[place] for turn in turns) == sorted(names * 2)
 
@@ -87,7 +87,7 @@ def test_writes_what_it_found(tmp_path, capsys):
 def test_what_is_not_installed_is_named(monkeypatch, capsys):
     for module in ("transformers", "kt_kernel"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(kt, "seconds", _not_there)
+    monkeypatch.setattr(kt, "times", _not_there)
     assert command.main(["bench", "--tokens", "2", *TINY]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"left out: {peers.KT}: No module named 'kt_kernel'" in shown
@@ -101,7 +101,7 @@ def _not_there(*_):
 def test_a_process_that_fails_is_left_out():
     """Whether kt-kernel is missing or cannot take such sizes."""
     with pytest.raises(kt.LeftOut, match=r"\w+"):
-        kt.seconds(peers.Sizes(experts=0), (1,), 1)
+        kt.times(peers.Sizes(experts=0), (1,), 1)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ LEVELS = (
     {"integrations.__init__", "integrations.packed", "integrations.gates"},
     {"integrations.llada2_blocks", "integrations.transformers"},
     {"integrations.llada2"},
-    {"npu.simulate", "bench.__init__", "bench.peers"},
+    {"npu.simulate", "bench.__init__", "bench.clock", "bench.peers"},
     {"npu.report", "npu.worker", "npu.measure", "bench.kt"},
     {"bench.measure"},
     {"bench.report"},

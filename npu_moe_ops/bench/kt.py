@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .clock import seconds, settled
 from .peers import Sizes, batch, weights
 
 ANSWER = "seconds: "
@@ -20,7 +19,7 @@ class LeftOut(Exception):
     pass
 
 
-def seconds(sizes: Sizes, tokens: tuple[int, ...], rounds: int) -> dict[int, float]:
+def times(sizes: Sizes, tokens: tuple[int, ...], rounds: int) -> dict[int, float]:
     """Tokens -> median seconds, the better of one thread and all.
 
     Raises:
@@ -74,13 +73,7 @@ def _main(job: dict[str, Any]) -> None:
     layer = _layer(sizes, *weights(sizes))
     found = {}
     for tokens in job["tokens"]:
-        times = []
-        for seed in range(job["rounds"] + 1):
-            args = batch(sizes, tokens, seed)
-            start = time.perf_counter()
-            layer(*args)
-            times.append(time.perf_counter() - start)
-        found[tokens] = median(times[1:])
+        found[tokens] = settled([seconds(layer, *batch(sizes, tokens, seed)) for seed in range(job["rounds"] + 1)])
     print(f"\n{ANSWER}{json.dumps(found)}", flush=True)
 
 

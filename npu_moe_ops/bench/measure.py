@@ -6,12 +6,10 @@ for a moment is slow for all. Each figure is the median over the rounds.
 
 import os
 import platform
-import time
 import timeit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor
 from .. import native
 from ..functional import grouped_swiglu_ffn
 from . import kt
+from .clock import rotated, seconds, settled
 from .peers import KT, Layer, Sizes, batch, layouts, peers, weights
 
 Layouts = dict[str, tuple[Tensor, Tensor]]
@@ -84,24 +83,24 @@ def measure(sizes: Sizes, tokens: tuple[int, ...], rounds: int, track: Track) ->
     found_kt: dict[int, float] = {}
     for _ in track(range(1), KT, 1):
         try:
-            found_kt = kt.seconds(sizes, tokens, rounds)
+            found_kt = kt.times(sizes, tokens, rounds)
         except kt.LeftOut as error:
             left_out[KT] = str(error)
     with torch.inference_mode():
         w13, w2 = weights(sizes)
         ours = layouts(w13, w2)
         layers, missing = peers(sizes, w13, w2, ours)
-        limits = Machine()
+        meter = Meter()
         points = []
         for count in tokens:
             steps = track(range(rounds + 1), f"{count} tokens", rounds + 1)
-            points.append(_point(sizes, count, layers, limits, steps, found_kt.get(count)))
+            points.append(_point(sizes, count, layers, meter, steps, found_kt.get(count)))
         lines = [_over_experts(sizes, ours, rounds, track), _over_rows(sizes, ours, rounds, track)]
         overhead = _overhead()
-    return Result(machine(limits), sizes, rounds, points, lines, overhead, left_out | missing)
+    return Result(machine(), sizes, rounds, points, lines, overhead, left_out | missing)
 
 
-class Machine:
+class Meter:
     """Measures the limits. The rate of products is that of bf16 or fp32, whichever is faster here."""
 
     def __init__(self) -> None:
@@ -125,24 +124,11 @@ class Machine:
         return str(self.matrix.dtype).removeprefix("torch.")
 
 
-def seconds(run: Callable[..., object], *args: Any) -> float:
-    start = time.perf_counter()
-    run(*args)
-    return time.perf_counter() - start
-
-
-def rotated(names: Iterable[str], turn: int) -> list[str]:
-    """The same names, another one first on each turn."""
-    names = list(names)
-    first = turn % len(names)
-    return names[first:] + names[:first]
-
-
 def _point(
     sizes: Sizes,
     tokens: int,
     layers: dict[str, Layer],
-    machine: Machine,
+    meter: Meter,
     steps: Iterable[int],
     kt_seconds: float | None,
 ) -> Point:
@@ -150,35 +136,42 @@ def _point(
     reads, gemms, active = [], [], []
     for turn in steps:
         args = batch(sizes, tokens, turn)
-        reads.append(machine.read())
-        gemms.append(machine.gemm())
+        reads.append(meter.read())
+        gemms.append(meter.gemm())
         active.append(args[1].unique().numel())
         for name in rotated(layers, turn):
             found[name].append(seconds(layers[name], *args))
-    medians = {name: median(times[1:]) for name, times in found.items()}  # the first round warms up
+    medians = {name: settled(times) for name, times in found.items()}
     if kt_seconds is not None:
         medians[KT] = kt_seconds
-    limits = Limits(median(reads[1:]), median(gemms[1:]), machine.gemm_dtype)
-    typical = int(median(active[1:]))
+    limits = Limits(settled(reads), settled(gemms), meter.gemm_dtype)
+    typical = int(settled(active))
     return Point(tokens, typical, limits, *limits.floor(sizes, typical, tokens * sizes.top_k), medians)
 
 
 def _over_experts(sizes: Sizes, ours: Layouts, rounds: int, track: Track) -> Line:
     """One row each of 1, 2, 4, ... experts, spread over all."""
     numbers = [2**n for n in range(sizes.experts.bit_length()) if 2**n <= sizes.experts]
-    return _line("active experts, a row each", numbers, [1] * len(numbers), sizes, ours, rounds, track)
+    return _line("active experts, a row each", numbers, numbers, [1] * len(numbers), sizes, ours, rounds, track)
 
 
 def _over_rows(sizes: Sizes, ours: Layouts, rounds: int, track: Track) -> Line:
     """More and more rows for the same few experts."""
     experts = min(ROWS_OF_EXPERTS, sizes.experts)
     rows = [FEW_ROWS * 2**n for n in range((MOST_ROWS // FEW_ROWS).bit_length())]
-    found = _line("rows", [experts] * len(rows), rows, sizes, ours, rounds, track)
-    return Line(f"rows of {experts} experts", [experts * count for count in rows], found.seconds)
+    values = [experts * count for count in rows]
+    return _line(f"rows of {experts} experts", values, [experts] * len(rows), rows, sizes, ours, rounds, track)
 
 
 def _line(
-    over: str, active: list[int], rows: list[int], sizes: Sizes, ours: Layouts, rounds: int, track: Track
+    over: str,
+    values: list[int],
+    active: list[int],
+    rows: list[int],
+    sizes: Sizes,
+    ours: Layouts,
+    rounds: int,
+    track: Track,
 ) -> Line:
     found: dict[str, list[list[float]]] = {name: [[] for _ in active] for name in ours}
     for turn in track(range(rounds + 1), f"over {over}", rounds + 1):
@@ -189,8 +182,8 @@ def _line(
             x = torch.randn(experts * count, sizes.hidden).bfloat16()
             for name in rotated(ours, turn):
                 found[name][place].append(seconds(grouped_swiglu_ffn, x, *ours[name], cumsum))
-    medians = {name: [median(times[1:]) for times in places] for name, places in found.items()}
-    return Line(over, active, medians)
+    medians = {name: [settled(times) for times in places] for name, places in found.items()}
+    return Line(over, values, medians)
 
 
 def _overhead() -> dict[str, float]:
@@ -209,15 +202,19 @@ def _overhead() -> dict[str, float]:
     return {name: min(times) for name, times in found.items()}
 
 
-def machine(limits: Machine) -> dict[str, Any]:
-    """What the figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
     return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "kernel": native.kernel().isa or f"none: {native.kernel().reason}",
-        "gemm_dtype": limits.gemm_dtype,
     }
